@@ -1,0 +1,224 @@
+"""The report: one JSON document that people, CI and later tools read.
+
+``schema_version`` is ``major.minor``: the minor number grows when optional keys are added, the major
+one when a key changes meaning or goes away. Readers of 1.x may ignore keys they do not know; this
+writer never emits any. Every section that a command has nothing to say about is null.
+"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+SCHEMA_VERSION: Literal["1.0"] = "1.0"
+
+
+class Section(BaseModel):
+    """Base of all parts of a report: unknown keys are errors, instances are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def of(cls, facts: "DataclassInstance") -> Self:
+        """The section with the fields of a dataclass of the same shape (nested ones included)."""
+        return cls.model_validate(asdict(facts))
+
+
+class Estimate(Section):
+    """A value with its 95 % confidence interval; both ends are null when it cannot be computed (one sequence)."""
+
+    value: FiniteFloat
+    low: FiniteFloat | None = None
+    high: FiniteFloat | None = None
+
+
+class Metric(Section):
+    """One measured quantity.
+
+    ``change`` is compressed − baseline, ``ratio`` compressed ÷ baseline, with paired intervals. Metrics
+    that compare both models (KL, agreement, cosine) have ``compressed`` only.
+    """
+
+    unit: str
+    better: Literal["lower", "higher"]
+    compressed: Estimate
+    baseline: Estimate | None = None
+    change: Estimate | None = None
+    ratio: Estimate | None = None
+    quantiles: dict[str, FiniteFloat] | None = None
+
+
+class Environment(Section):
+    """Software and machine of a measurement. ``threads``: CPU threads of one torch operation."""
+
+    versions: dict[str, str]
+    platform: str
+    device: str
+    device_name: str
+    threads: int
+    memory_bytes: int
+
+
+class Tool(Section):
+    """The command that made the report. ``created`` is UTC, ISO 8601; ``arguments`` hold resolved values."""
+
+    name: Literal["compressor"] = "compressor"
+    version: str
+    command: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    seed: int
+    created: str
+    seconds: FiniteFloat
+    environment: Environment
+
+
+class WeightFile(Section):
+    """A safetensors file; ``header_sha256`` covers its names, shapes, dtypes and offsets, not the weights."""
+
+    name: str
+    bytes: int
+    header_sha256: str
+
+
+class Model(Section):
+    """A checkpoint as stored. ``bits_per_weight`` is 8 × bytes of all weight files ÷ parameters."""
+
+    ref: str
+    path: str
+    revision: str | None = None
+    architecture: str | None = None
+    quantization: str | None = None
+    bytes: int
+    parameters: int
+    bits_per_weight: FiniteFloat
+    files: list[WeightFile]
+
+
+class Coverage(Section):
+    """How much of what could be quantized was: parameters, and ``fraction`` = quantized ÷ eligible."""
+
+    quantized_parameters: int
+    eligible_parameters: int
+    fraction: FiniteFloat
+
+
+class Data(Section):
+    """A data set as it was used.
+
+    ``rows_*`` count rows of the data set, ``truncated`` rows cut to fit, ``tokens`` real tokens (padding
+    excluded). ``window`` and ``stride`` are in tokens.
+    """
+
+    ref: str
+    sha256: str | None = None
+    column: str | None = None
+    split: str | None = None
+    rows_read: int
+    rows_used: int
+    rows_dropped: int
+    rows_truncated: int
+    sequences: int
+    tokens: int
+    window: int
+    stride: int
+    packing: bool
+    bos: str
+    seed: int
+    notes: list[str] = Field(default_factory=list)
+
+
+class Layer(Section):
+    """What happened to one module, in the order it was processed.
+
+    ``error_before`` and ``error_after`` are in the unit that the quantization section names. A module
+    that was left alone has a ``skipped`` reason and no method.
+    """
+
+    module: str
+    unit: str | None = None
+    format: str | None = None
+    method: str | None = None
+    bits: FiniteFloat | None = None
+    parameters: int | None = None
+    bytes: int | None = None
+    error_before: FiniteFloat | None = None
+    error_after: FiniteFloat | None = None
+    seconds: FiniteFloat | None = None
+    skipped: str | None = None
+    notes: list[str] = Field(default_factory=list)
+
+
+class Quantization(Section):
+    """How the artifact was made. ``settings`` are the method's resolved options."""
+
+    scheme: str | None = None
+    method: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    calibration: Data | None = None
+    error_unit: str | None = None
+    seconds: FiniteFloat
+    peak_memory_bytes: int | None = None
+    layers: list[Layer] = Field(default_factory=list)
+
+
+class Evaluation(Section):
+    """Quality of the compressed model on one data set.
+
+    ``metrics`` by name: ``perplexity``, ``nll``, ``kl`` (KL(original ‖ compressed)) and ``top1_agreement``
+    for language models, ``cosine`` and ``neighbour_agreement`` for encoders. ``tokens`` is what was
+    scored. ``confidence`` is the level of all intervals, by paired bootstrap over sequences.
+    """
+
+    task: Literal["causal-lm", "masked-lm", "embedding"]
+    metrics: dict[str, Metric]
+    data: Data
+    sequences: int
+    tokens: int
+    batch_size: int
+    dtype: str
+    device: str
+    attention: str | None = None
+    pooling: str | None = None
+    confidence: FiniteFloat
+    resamples: int
+    seed: int
+    seconds: FiniteFloat
+
+
+class Check(Section):
+    """One verification result in one line."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+class Verification(Section):
+    """Proof that the artifact is what was planned; ``passed`` when every check did."""
+
+    passed: bool
+    checks: list[Check]
+
+
+class Report(Section):
+    """Everything one command found out about one compressed model."""
+
+    schema_version: Literal["1.0"] = SCHEMA_VERSION
+    tool: Tool
+    source: Model | None = None
+    artifact: Model | None = None
+    coverage: Coverage | None = None
+    quantization: Quantization | None = None
+    evaluation: Evaluation | None = None
+    verification: Verification | None = None
+    warnings: list[str] = Field(default_factory=list)
+
+
+def report_json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) that every ``report.json`` of this version satisfies."""
+    return Report.model_json_schema(mode="serialization") | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema"
+    }
