@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 Floats = NDArray[np.float64]
+CONFIDENCE = 0.95
 _BLOCK = 1 << 23  # weights drawn at a time: 64 MiB of int64
 
 
@@ -45,7 +46,7 @@ def resample_sums(columns: Mapping[str, Floats], *, resamples: int, seed: int) -
     return {name: sums[:, i] for i, name in enumerate(columns)}
 
 
-def interval(samples: Floats, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def interval(samples: Floats, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The expanded percentile interval of bootstrap ``samples`` from ``n`` sequences.
 
     The plain percentile interval is too narrow for small n, by about sqrt((n-1)/n) and by using a
@@ -62,7 +63,7 @@ def estimate(
     statistic: Callable[[Mapping[str, Floats]], Floats],
     columns: Mapping[str, Floats],
     sums: Mapping[str, Floats],
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
 ) -> Estimate:
     """Evaluate ``statistic`` on the totals of ``columns`` and on the resampled ``sums``.
 
@@ -70,7 +71,7 @@ def estimate(
     ``lambda s: np.exp(s["nll"] / s["count"])``.
     """
     n = len(next(iter(columns.values())))
-    totals = {name: np.sum(column, dtype=np.float64, keepdims=True) for name, column in columns.items()}
+    totals = {name: np.asarray([column.sum()], dtype=np.float64) for name, column in columns.items()}
     with np.errstate(over="ignore"):
         value = float(statistic(totals)[0])
         if n < 2:

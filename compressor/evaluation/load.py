@@ -15,7 +15,6 @@ from transformers.models.auto import modeling_auto
 from compressor.errors import InputRefused, MachineLimit
 
 Task = Literal["causal-lm", "masked-lm", "embedding"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def task_of(config: dict[str, Any], path: Path) -> Task:
@@ -39,14 +38,14 @@ def task_of(config: dict[str, Any], path: Path) -> Task:
 
 
 def load_for_evaluation(
-    path: Path, *, dtype: DtypeName = "auto", device: str = "cpu", trust_remote_code: bool = False
+    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
 ) -> transformers.PreTrainedModel:
     """The model in ``path``, of the class its config names, ready to be scored.
 
     It takes transformers' default loading path. A compressed-tensors checkpoint is decompressed here by
     a first forward pass of one token, and keeps quantizing activations where its scheme says so;
     ``dequantize=True`` is not used, as transformers 5.24 decodes mixed checkpoints wrongly with it.
-    ``dtype="auto"`` is the dtype in the config.
+    ``dtype`` is float32, bfloat16, float16 or auto (that of the config).
 
     Raises InputRefused when the checkpoint cannot be loaded or lacks a weight of the model (transformers
     would fill it with random numbers), MachineLimit when memory does not suffice.
@@ -61,6 +60,7 @@ def load_for_evaluation(
                 device_map={"": device},
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
     except torch.OutOfMemoryError:
@@ -69,10 +69,15 @@ def load_for_evaluation(
         ) from None
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise InputRefused(f"{path}: transformers cannot load it ({_first_line(error)})") from None
-    absent = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
-    if absent:
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
         raise InputRefused(
-            f"{path}: lacks {len(absent)} weights of {model_class.__name__}, first {absent[0]}"
+            f"{path}: lacks {len(missing)} weights of {model_class.__name__}, first {missing[0]}"
+        )
+    if info["mismatched_keys"]:
+        name, stored, expected = sorted(info["mismatched_keys"])[0]
+        raise InputRefused(
+            f"{path}: {name} has shape {list(stored)}, and its config.json asks for {list(expected)}"
         )
 
     for part in (model.config, model.config.get_text_config()):

@@ -1,0 +1,186 @@
+"""``compressor evaluate``: what compression cost, measured on the same tokens."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compressor.cli.provenance import tool_section
+from compressor.console import note, out, warn
+from compressor.evaluation.facts import model_facts
+from compressor.evaluation.prepare import Preparation, Settings, prepare
+from compressor.evaluation.run import evaluate_checkpoint
+from compressor.reports.schema import Evaluation, Model, Report
+from compressor.reports.terminal import print_report
+from compressor.reports.wording import size
+from compressor.reports.write import check_report_directory, report_json, write_report
+from compressor.sources.model import open_model
+
+_MODELS, _DATA, _COMPUTE, _OUTPUT = "Models", "Data", "Compute", "Output"
+
+
+def evaluate(
+    compressed: Annotated[
+        str, typer.Argument(help="Checkpoint to evaluate: directory or hub id.", show_default=False)
+    ],
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            "-b",
+            help="The original it was made from. Without it only perplexity is measured.",
+            rich_help_panel=_MODELS,
+            show_default=False,
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            help="Revision of COMPRESSED, if it is a hub id.", rich_help_panel=_MODELS, show_default=False
+        ),
+    ] = None,
+    baseline_revision: Annotated[
+        str | None,
+        typer.Option(
+            help="Revision of the baseline, if it is a hub id.", rich_help_panel=_MODELS, show_default=False
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Run model code that a checkpoint brings.", rich_help_panel=_MODELS
+        ),
+    ] = False,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            "-d",
+            help="Text to evaluate on: 'builtin', a .txt, .jsonl, .json, .csv or .parquet file, a data set directory "
+            "or a hub data set.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "builtin",
+    column: Annotated[
+        str | None,
+        typer.Option(help="Column that holds the text.", rich_help_panel=_DATA, show_default=False),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split of the data set.", rich_help_panel=_DATA, show_default=False)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences to evaluate.", rich_help_panel=_DATA)] = 64,
+    sequence_length: Annotated[
+        int, typer.Option(min=2, help="Tokens in a sequence.", rich_help_panel=_DATA)
+    ] = 512,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Sequences at a time; changes memory, not results.", rich_help_panel=_COMPUTE
+        ),
+    ] = 4,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_COMPUTE)
+    ] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16 or float16, for both models; auto is the baseline's own.",
+            rich_help_panel=_COMPUTE,
+        ),
+    ] = "auto",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of sampling and intervals.", rich_help_panel=_COMPUTE)
+    ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Directory for report.json and report.md.",
+            rich_help_panel=_OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a report that is there.", rich_help_panel=_OUTPUT)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=_OUTPUT)
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check models, tokenizers, data and memory; measure nothing.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
+) -> None:
+    """Measure perplexity, KL divergence and top-1 agreement against the original.
+
+    Both models see exactly the same tokens through the same code; every number has a 95 % interval by
+    paired bootstrap over sequences. Encoders are compared by their embeddings.
+    """
+    started = time.monotonic()
+    if output is not None:
+        check_report_directory(output, overwrite=overwrite)
+    original = (
+        open_model(
+            baseline, revision=baseline_revision, trust_remote_code=trust_remote_code, allow_quantized=True
+        )
+        if baseline is not None
+        else None
+    )
+    checkpoint = open_model(
+        compressed, revision=revision, trust_remote_code=trust_remote_code, allow_quantized=True
+    )
+    settings = Settings(data, column, split, samples, sequence_length, batch_size, device, dtype, seed)
+    preparation = prepare(original, checkpoint, settings)
+    for warning in preparation.warnings:
+        warn(warning)
+    if dry_run:
+        _print_preparation(preparation, as_json)
+        return
+
+    result = evaluate_checkpoint(preparation)
+    arguments = {"compressed": compressed, "baseline": baseline, **asdict(settings)}
+    report = Report(
+        tool=tool_section("evaluate", arguments, seed=seed, device=preparation.device, started=started),
+        source=Model.of(model_facts(original)) if original is not None else None,
+        artifact=Model.of(model_facts(checkpoint)),
+        evaluation=Evaluation.of(result),
+        warnings=list(preparation.warnings),
+    )
+    if as_json:
+        out.file.write(report_json(report))
+    else:
+        print_report(report)
+    if output is not None:
+        note(f"report: {write_report(report, output, overwrite=overwrite)}")
+
+
+def _print_preparation(preparation: Preparation, as_json: bool) -> None:
+    if as_json:
+        facts = {
+            "dry_run": True,
+            "task": preparation.task,
+            "device": preparation.device,
+            "dtype": preparation.dtype,
+            "data": asdict(preparation.tokens.report),
+            "memory_needed_bytes": preparation.memory_needed,
+            "memory_available_bytes": preparation.memory_available,
+            "warnings": list(preparation.warnings),
+        }
+        out.file.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        return
+    tokens = int(preparation.tokens.attention_mask.sum())
+    out.print(
+        f"would evaluate as {preparation.task}: {len(preparation.tokens.input_ids)} sequences, {tokens:,} tokens, "
+        f"{preparation.dtype} on {preparation.device}; about {size(preparation.memory_needed)} needed, "
+        f"{size(preparation.memory_available)} free",
+        markup=False,
+        highlight=False,
+    )

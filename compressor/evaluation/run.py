@@ -1,0 +1,89 @@
+"""The whole evaluation of one checkpoint, with or without its original."""
+
+import time
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from compressor.evaluation.bootstrap import CONFIDENCE
+from compressor.evaluation.embedding import evaluate_embeddings
+from compressor.evaluation.load import Task, load_for_evaluation
+from compressor.evaluation.metrics import RESAMPLES, Metric, embedding_metrics, language_model_metrics
+from compressor.evaluation.pair import evaluate_pair
+from compressor.evaluation.prepare import Preparation
+from compressor.sources.model import Source
+from compressor.sources.text import DataReport
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The numbers and everything needed to measure them again. ``tokens``: tokens scored (in an
+    embedding evaluation, tokens read)."""
+
+    task: Task
+    metrics: dict[str, Metric]
+    data: DataReport
+    sequences: int
+    tokens: int
+    batch_size: int
+    dtype: str
+    device: str
+    attention: str | None
+    pooling: str | None
+    confidence: float
+    resamples: int
+    seed: int
+    seconds: float
+
+
+def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
+    """Load what was prepared and measure it.
+
+    Baseline and compressed model get the same dtype, device, attention code and batches. ``seconds``
+    includes loading. Raises InputRefused and MachineLimit as the loader and the scorer do.
+    """
+    start = time.monotonic()
+    settings, tokens = preparation.settings, preparation.tokens
+
+    def load(source: Source) -> PreTrainedModel:
+        return load_for_evaluation(
+            source.path,
+            dtype=preparation.dtype,
+            device=preparation.device,
+            trust_remote_code=source.trust_remote_code,
+        )
+
+    baseline = load(preparation.baseline) if preparation.baseline is not None else None
+    compressed = load(preparation.compressed)
+    if preparation.task == "embedding":
+        assert baseline is not None
+        embeddings = evaluate_embeddings(
+            baseline, compressed, tokens, batch_size=settings.batch_size, device=preparation.device
+        )
+        metrics, scored = embedding_metrics(embeddings, seed=settings.seed), int(tokens.attention_mask.sum())
+    else:
+        scores = evaluate_pair(
+            baseline,
+            compressed,
+            tokens,
+            batch_size=settings.batch_size,
+            device=preparation.device,
+            targets=preparation.targets,
+        )
+        metrics, scored = language_model_metrics(scores, seed=settings.seed), int(scores.count.sum())
+    return EvaluationResult(
+        task=preparation.task,
+        metrics=metrics,
+        data=tokens.report,
+        sequences=len(tokens.input_ids),
+        tokens=scored,
+        batch_size=settings.batch_size,
+        dtype=preparation.dtype,
+        device=preparation.device,
+        attention=getattr(compressed.config, "_attn_implementation", None),
+        pooling="mean" if preparation.task == "embedding" else None,
+        confidence=CONFIDENCE,
+        resamples=RESAMPLES,
+        seed=settings.seed,
+        seconds=time.monotonic() - start,
+    )
