@@ -356,6 +356,13 @@ def test_one_sequence_gives_a_value_and_no_interval() -> None:
     assert kl.high is None
 
 
+def test_overflowing_perplexity_is_left_out() -> None:
+    sums = np.array([8000.0, 9000.0])
+    metrics = language_model_metrics(Evaluation(count=np.array([10.0, 10.0]), nll=sums), seed=0)
+    assert set(metrics) == {"nll"}
+    assert metrics["nll"].compressed.value == 850
+
+
 def test_small_samples_widen_the_interval() -> None:
     samples = np.linspace(0, 1, 1001)
     assert interval(samples, 10_000) == pytest.approx((0.025, 0.975), abs=1e-3)

@@ -145,6 +145,7 @@ def sections(layers: int = 8) -> dict[str, Any]:
             resamples=2000,
             seed=0,
             seconds=60.0,
+            notes=["7 sequences are few"],
         ),
         "verification": Verification(
             passed=True, checks=[Check(name="tensors", passed=True, detail="210 tensors")]
@@ -238,6 +239,7 @@ def test_markdown_and_terminal_render_every_combination_of_sections(present: tup
     assert text.count("<details>") == text.count("</details>")
     assert "None" not in text
     assert ("26.21" in text) == ("evaluation" in chosen)
+    assert ("7 sequences are few" in text) == ("evaluation" in chosen)
     assert ("down_proj" in text) == ("quantization" in chosen)
     assert ("210 tensors" in text) == ("verification" in chosen)
     for row in re.findall(r"^\|.*$", text, re.MULTILINE):

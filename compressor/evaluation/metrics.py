@@ -37,48 +37,52 @@ def language_model_metrics(
 ) -> dict[str, Metric]:
     """``perplexity`` and ``nll``; with a baseline also ``kl`` and ``top1_agreement``.
 
-    Every value is a ratio of sums over all scored tokens: perplexity = exp(Σ nll ÷ Σ count).
+    Every value is a ratio of sums over all scored tokens: perplexity = exp(Σ nll ÷ Σ count). Perplexity is
+    left out when it overflows (beyond 709 nats per token), as no number could be reported.
     """
     columns: dict[str, Floats] = {
         name: values for name, values in vars(evaluation).items() if values is not None and name != "token_kl"
     }
     sums = resample_sums(columns, resamples=resamples, seed=seed)
 
-    def per_token(*names: str) -> Estimate:
-        return estimate(lambda s: sum(s[name] for name in names) / s["count"], columns, sums)
+    def per_token(name: str) -> Estimate:
+        return estimate(lambda s: s[name] / s["count"], columns, sums)
 
     def perplexity(name: str) -> Estimate:
         return estimate(lambda s: np.exp(s[name] / s["count"]), columns, sums)
 
-    if evaluation.kl is None or evaluation.token_kl is None:
-        return {
-            "perplexity": Metric("", "lower", perplexity("nll")),
-            "nll": Metric("nats/token", "lower", per_token("nll")),
-        }
-    return {
-        "perplexity": Metric(
-            "",
-            "lower",
-            compressed=perplexity("nll"),
-            baseline=perplexity("baseline_nll"),
-            change=estimate(_perplexity_change, columns, sums),
-            ratio=estimate(lambda s: np.exp((s["nll"] - s["baseline_nll"]) / s["count"]), columns, sums),
-        ),
-        "nll": Metric(
-            "nats/token",
-            "lower",
-            compressed=per_token("nll"),
-            baseline=per_token("baseline_nll"),
-            change=estimate(lambda s: (s["nll"] - s["baseline_nll"]) / s["count"], columns, sums),
-        ),
-        "kl": Metric(
-            "nats/token",
-            "lower",
-            compressed=per_token("kl"),
-            quantiles=_quantiles(evaluation.token_kl, (50, 95, 99, 100)),
-        ),
-        "top1_agreement": Metric("fraction", "higher", compressed=per_token("agree")),
+    metrics = {
+        "perplexity": Metric("", "lower", perplexity("nll")),
+        "nll": Metric("nats/token", "lower", per_token("nll")),
     }
+    if evaluation.kl is not None and evaluation.token_kl is not None:
+        metrics = {
+            "perplexity": Metric(
+                "",
+                "lower",
+                compressed=perplexity("nll"),
+                baseline=perplexity("baseline_nll"),
+                change=estimate(_perplexity_change, columns, sums),
+                ratio=estimate(lambda s: np.exp((s["nll"] - s["baseline_nll"]) / s["count"]), columns, sums),
+            ),
+            "nll": Metric(
+                "nats/token",
+                "lower",
+                compressed=per_token("nll"),
+                baseline=per_token("baseline_nll"),
+                change=estimate(lambda s: (s["nll"] - s["baseline_nll"]) / s["count"], columns, sums),
+            ),
+            "kl": Metric(
+                "nats/token",
+                "lower",
+                compressed=per_token("kl"),
+                quantiles=_quantiles(evaluation.token_kl, (50, 95, 99, 100)),
+            ),
+            "top1_agreement": Metric("fraction", "higher", compressed=per_token("agree")),
+        }
+    if not _finite(metrics["perplexity"]):
+        del metrics["perplexity"]
+    return metrics
 
 
 def embedding_metrics(
@@ -106,6 +110,12 @@ def embedding_metrics(
 
 def _perplexity_change(s: Mapping[str, Floats]) -> Floats:
     return np.exp(s["nll"] / s["count"]) - np.exp(s["baseline_nll"] / s["count"])
+
+
+def _finite(metric: Metric) -> bool:
+    estimates = (metric.compressed, metric.baseline, metric.change, metric.ratio)
+    numbers = [x for e in estimates if e is not None for x in (e.value, e.low, e.high) if x is not None]
+    return bool(np.isfinite(numbers).all())
 
 
 def _quantiles(values: Floats, percents: tuple[int, ...]) -> dict[str, float]:

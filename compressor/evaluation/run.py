@@ -14,6 +14,8 @@ from compressor.evaluation.prepare import Preparation
 from compressor.sources.model import Source
 from compressor.sources.text import DataReport
 
+_FEW = 8  # sequences
+
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -34,6 +36,7 @@ class EvaluationResult:
     resamples: int
     seed: int
     seconds: float
+    notes: tuple[str, ...]
 
 
 def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
@@ -71,6 +74,13 @@ def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
             targets=preparation.targets,
         )
         metrics, scored = language_model_metrics(scores, seed=settings.seed), int(scores.count.sum())
+    notes = []
+    if preparation.task != "embedding" and "perplexity" not in metrics:
+        notes.append("perplexity overflows and is left out: see the negative log-likelihood")
+    if len(tokens.input_ids) < _FEW:
+        notes.append(
+            f"{len(tokens.input_ids)} sequences are too few for trustworthy intervals: use {_FEW} or more"
+        )
     return EvaluationResult(
         task=preparation.task,
         metrics=metrics,
@@ -86,4 +96,5 @@ def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
         resamples=RESAMPLES,
         seed=settings.seed,
         seconds=time.monotonic() - start,
+        notes=tuple(notes),
     )

@@ -186,6 +186,7 @@ class Evaluation(Section):
     resamples: int
     seed: int
     seconds: FiniteFloat
+    notes: list[str] = Field(default_factory=list)
 
 
 class Check(Section):

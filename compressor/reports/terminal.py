@@ -16,6 +16,8 @@ def print_report(report: Report, console: Console = out) -> None:
         console.print(comparison_table(report))
     if report.evaluation:
         console.print(_how(report), style="dim", markup=False, highlight=False)
+        for text in report.evaluation.notes:
+            console.print(f"note: {text}", markup=False, highlight=False)
     if report.quantization and wording.worst_layers(report.quantization.layers):
         console.print(worst_layer_table(report))
     if report.verification:
@@ -67,6 +69,7 @@ def worst_layer_table(report: Report) -> Table:
     table = Table(
         "layer", "format", "before", "after", "notes", title=f"largest errors{f' ({unit})' if unit else ''}"
     )
+    table.columns[0].overflow = "fold"  # names are never cut
     for layer in wording.worst_layers(report.quantization.layers):
         before = "–" if layer.error_before is None else wording.number(layer.error_before)
         after = "–" if layer.error_after is None else wording.number(layer.error_after)
