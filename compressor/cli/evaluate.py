@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from compressor.cli.provenance import tool_section
+from compressor.pipelines.provenance import tool_section
 from compressor.console import note, out, warn
 from compressor.evaluation.facts import model_facts
 from compressor.evaluation.prepare import Preparation, Settings, prepare

@@ -16,6 +16,7 @@ from compressor.formats.format import FP8_MAX, Format
 
 # A scale must be positive and finite in the dtype it is stored in; this is what an all-zero group gets.
 _SMALLEST_SCALE = 2.0**-24
+_CPU_CHUNK, _GPU_CHUNK = 2**16, 2**26  # weights per step of the scale search
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,20 @@ def mse_scale(
     of the layer's Hessian, or None for the plain squared error. The absmax scale is among the
     candidates, so the result is never worse than it.
     """
-    full = absmax_scale(weight, fmt, dtype)
     if fmt.kind == "fp8":
-        return full  # a floating grid has the same relative error at any scale
-    blocks = grouped(weight.float(), fmt)
-    cost = None if importance is None else grouped(importance.float()[None], fmt)
+        return absmax_scale(weight, fmt, dtype)  # a floating grid has the same relative error at any scale
     if smallest is None:
         smallest = {2: 0.3, 3: 0.45, 4: 0.55}.get(fmt.bits, 0.8)
+    # Rows are independent. Few at a time stay in the processor's cache through all candidates, which is
+    # ten times faster on a CPU; a GPU wants many.
+    rows = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // weight.shape[1])
+    cost = None if importance is None else grouped(importance.float()[None], fmt)
+    return torch.cat([_search(part, fmt, cost, dtype, smallest) for part in weight.split(rows)])
 
+
+def _search(weight: Tensor, fmt: Format, cost: Tensor | None, dtype: torch.dtype, smallest: float) -> Tensor:
+    full = absmax_scale(weight, fmt, dtype)
+    blocks = grouped(weight.float(), fmt)
     best, best_error = full, _group_error(blocks, full, fmt, cost)
     step = (1.05 - smallest) / 16
     for factor in torch.linspace(smallest, 1.05, 17).tolist():

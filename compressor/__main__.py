@@ -1,0 +1,5 @@
+"""``python -m compressor``."""
+
+from compressor.cli.main import main
+
+main()

@@ -1,0 +1,112 @@
+"""``compressor inspect``: what is in a model, without loading its weights."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from compressor.console import out
+from compressor.engines import ENGINES, check
+from compressor.formats import parse_format
+from compressor.graph import build_skeleton, discover
+from compressor.sources.model import open_model
+
+_FORMATS = ("w4g128", "w4g64", "w4g32", "w8", "w8a8", "fp8")
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="Directory, hub id, .gguf file or 'builtin'.")],
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.", show_default=False)] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Show a model's units, shapes and sizes, and which formats each engine can load."""
+    source = open_model(model, revision=revision, trust_remote_code=trust_remote_code, allow_quantized=True)
+    if source.quantized:
+        _print_quantized(source.config, len(source.tensors), as_json)
+        return
+    skeleton = build_skeleton(source)
+    graph = discover(skeleton)
+    shapes: dict[tuple[Any, ...], list[str]] = {}
+    for unit in graph.units:
+        key = (unit.kind, tuple((layer.out_features, layer.in_features) for layer in unit.layers))
+        shapes.setdefault(key, []).append(unit.name)
+    loads = {
+        engine: [
+            name
+            for name in _FORMATS
+            if all(parse_format(name).fits(layer.in_features) for layer in graph.layers)
+            and not check(engine, graph.layers, parse_format(name))
+        ]
+        for engine in ENGINES
+    }
+    parameters = sum(entry.numel for entry in source.tensors.values())
+    size = sum(entry.nbytes for entry in source.tensors.values())
+    if as_json:
+        document = {
+            "architecture": type(skeleton.module).__name__,
+            "parameters": parameters,
+            "bytes": size,
+            "dtype": str(skeleton.dtype).removeprefix("torch."),
+            "blocks": list(graph.blocks),
+            "units": [
+                {
+                    "name": u.name,
+                    "kind": u.kind,
+                    "layers": {x.name: [x.out_features, x.in_features] for x in u.layers},
+                }
+                for u in graph.units
+            ],
+            "kept": graph.kept,
+            "ties": skeleton.ties,
+            "unused_tensors": list(skeleton.unused),
+            "loadable_everywhere_in": loads,
+        }
+        print(json.dumps(document, indent=2))
+        return
+    out.print(
+        f"{type(skeleton.module).__name__}: {parameters / 1e6:.1f} M parameters, {size / 1e6:.1f} MB, "
+        f"{str(skeleton.dtype).removeprefix('torch.')}, {len(graph.blocks)} blocks, {len(graph.units)} units",
+        markup=False,
+        highlight=False,
+    )
+    table = Table("unit", "count", "layers [out × in]", "parameters each")
+    for (kind, _), names in shapes.items():
+        unit = next(u for u in graph.units if u.name == names[0])
+        layers = ", ".join(
+            f"{x.name.rpartition('.')[2]} {x.out_features}×{x.in_features}" for x in unit.layers
+        )
+        table.add_row(kind, str(len(names)), layers, f"{unit.numel:,}")
+    out.print(table)
+    for name, reason in graph.kept.items():
+        tied = f", shares {skeleton.ties[f'{name}.weight']}" if f"{name}.weight" in skeleton.ties else ""
+        out.print(f"kept: {name} ({reason}{tied})", markup=False, highlight=False)
+    for name in skeleton.unused:
+        out.print(f"unknown to the model class, carried over: {name}", markup=False, highlight=False)
+    for engine, names in loads.items():
+        out.print(
+            f"{engine} loads every layer in: {', '.join(names) or 'none'}", markup=False, highlight=False
+        )
+
+
+def _print_quantized(config: dict[str, Any], tensors: int, as_json: bool) -> None:
+    quantization = config.get("quantization_config", {})
+    if as_json:
+        print(
+            json.dumps({"quantized": True, "tensors": tensors, "quantization_config": quantization}, indent=2)
+        )
+        return
+    out.print(
+        f"already quantized: {quantization.get('quant_method', 'unknown')}, {tensors} tensors",
+        highlight=False,
+    )
+    for name, group in quantization.get("config_groups", {}).items():
+        weights = group.get("weights") or {}
+        out.print(
+            f"{name}: {weights.get('num_bits')} bits {weights.get('strategy')}, {len(group.get('targets', []))} targets, {group.get('format')}",
+            markup=False,
+            highlight=False,
+        )

@@ -1,0 +1,47 @@
+"""``compressor run``: a recipe from beginning to end."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compressor.console import note, out
+from compressor.pipelines.run import run_recipe
+from compressor.recipes import build_recipe
+from compressor.reports.terminal import print_report
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file (YAML).", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Run directory, instead of the recipe's.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model, instead of the recipe's.", show_default=False)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed, instead of the recipe's.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's results.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Run a recipe: quantize, verify, evaluate against the original, report.
+
+    The run directory gets checkpoint/, report.json and report.md. A run that was interrupted goes on
+    where it stopped.
+    """
+    resolved = build_recipe(recipe, {"output": output, "model": model, "device": device, "seed": seed})
+    report = run_recipe(resolved, command="run", overwrite=overwrite, dry_run=dry_run)
+    if report is None:
+        note("dry run: everything that can be checked beforehand is in order")
+        return
+    if as_json:
+        print(json.dumps(report.model_dump(mode="json"), indent=2))
+        return
+    print_report(report)
+    out.print(f"checkpoint: {resolved.output}/checkpoint", markup=False, highlight=False)
+    out.print(f"report:     {resolved.output}/report.md", markup=False, highlight=False)

@@ -1,0 +1,1 @@
+"""Whole jobs, from the user's input to a finished directory."""

@@ -1,0 +1,71 @@
+"""What a quantization will take: memory, disk and time, from shapes and one timed matrix product."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from compressor.pipelines.quantize import Job, estimated_disk_bytes
+from compressor.recipes import Recipe
+
+_RUNTIME_BYTES = 600e6  # Python, torch and transformers themselves
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``formats`` maps a format to (layers, bytes); ``skipped`` kept layers to their reasons."""
+
+    formats: dict[str, tuple[int, int]]
+    skipped: dict[str, str]
+    memory_bytes: int
+    disk_bytes: int
+    seconds: float
+
+
+def estimate(job: Job, recipe: Recipe) -> Estimate:
+    """Estimate without reading weights.
+
+    Work is counted as the products of a block's forward pass (once when all calibration sequences fit in
+    one batch, otherwise about 2.5 times, for the replays), Σ x xᵀ per unit, and the O(in³) factorization
+    with its column updates; an Hessian is in² values per unit, the one cost that grows faster than the model.
+    """
+    formats: dict[str, tuple[int, int]] = {}
+    for assignment in job.plan.layers.values():
+        count, size = formats.get(assignment.format, (0, 0))
+        formats[assignment.format] = (count + 1, size + (assignment.bytes or 0))
+    skipped = {n: a.reason or "kept" for n, a in job.plan.kept().items()}
+
+    tokens = 0 if job.tokens is None else job.tokens.input_ids.numel()
+    item = job.compute_dtype.itemsize
+    block = max(sum(u.numel for u in job.graph.units_of(i)) for i in range(len(job.graph.blocks)))
+    widest = max(max(layer.in_features, layer.out_features) for layer in job.graph.layers)
+    hidden = min(layer.in_features for layer in job.graph.layers)
+    budget = recipe.quantize.calibration_memory * 2**30
+    inside = min(budget, 6 * widest * item * tokens)
+    embedding = job.skeleton.module.get_input_embeddings().weight.numel() * item
+    hessian = max(layer.in_features for layer in job.graph.layers) ** 2 * 24 if tokens else 0
+    memory = _RUNTIME_BYTES + block * (item + 12) + tokens * hidden * item + max(inside + hessian, embedding)
+
+    passes = 1.0 if 6 * widest * item * tokens <= budget else 2.5
+    work = passes * 2 * tokens * sum(unit.numel for unit in job.graph.units)
+    for unit in job.graph.units if tokens else ():
+        inputs = unit.layers[0].in_features
+        work += 1.25 * tokens * inputs**2 + inputs**3 + 2 * unit.numel * inputs
+    search = 25 * 8 * sum(unit.numel for unit in job.graph.units)  # the scale search, element-wise
+    return Estimate(
+        formats, skipped, int(memory), estimated_disk_bytes(job), 1.3 * work / _speed(job) + search / 1e9
+    )
+
+
+def _speed(job: Job) -> float:
+    """Floating-point operations per second of a matrix product here, measured in about 0.1 s."""
+    a = torch.randn(1024, 1024, device=job.device, dtype=job.compute_dtype)
+    a @ a
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)
+    start = time.perf_counter()
+    for _ in range(3):
+        a = a @ a * 1e-3
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)
+    return 3 * 2 * 1024**3 / (time.perf_counter() - start)

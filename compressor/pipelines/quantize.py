@@ -1,0 +1,474 @@
+"""Quantize a model: open, check, plan, then block by block measure, round and write; verify; publish.
+
+A weight's way: ``sources`` (read) → ``graph`` (which unit) → ``calibration`` (what reaches it) →
+``rounding`` (codes, scales) → ``checkpoint`` (bytes, proof). Memory is one block plus the hidden states.
+"""
+
+import hashlib
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor import __version__
+from compressor.calibration.block import calibrate_block
+from compressor.calibration.stream import Stream, advance, open_stream, outputs
+from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
+from compressor.checkpoint.verify import Check, verify
+from compressor.checkpoint.writer import CheckpointWriter
+from compressor.console import note, steps, warn
+from compressor.engines import check as check_engine
+from compressor.errors import InputRefused, MachineLimit, UsageError, VerificationFailed
+from compressor.formats import Format, QuantizedWeight, parse_format
+from compressor.graph import (
+    Linear,
+    ModelGraph,
+    Skeleton,
+    Unit,
+    build_skeleton,
+    discover,
+    load,
+    set_weight,
+    unload,
+)
+from compressor.graph.assign import uniform_plan
+from compressor.plans import Plan, read_plan
+from compressor.recipes import QuantizeRecipe, Recipe
+from compressor.rounding.unit import round_unit
+from compressor.sources.model import Source, load_tokenizer, open_model
+from compressor.sources.tensors import check_finite, file_sha256
+from compressor.sources.text import Rows, TokenSet, read_rows, tokenize
+
+_PROBE_TOKENS = 32
+_PROBE_POSITIONS = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before the first block is read. ``tokens`` is None for rtn."""
+
+    source: Source
+    skeleton: Skeleton
+    graph: ModelGraph
+    plan: Plan
+    tokens: TokenSet | None
+    device: torch.device
+    compute_dtype: torch.dtype
+    warnings: tuple[str, ...]
+
+    def format_of(self, name: str) -> Format:
+        return parse_format(self.plan.layers[name].format)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The published checkpoint: where, what each layer's rounding cost, and the checks it passed."""
+
+    path: Path
+    job: Job
+    sidecar: dict[str, Any]
+    records: list[dict[str, Any]]
+    checks: list[Check]
+    seconds: float
+
+
+def prepare(recipe: Recipe) -> Job:
+    """Every check that needs no forward pass; reads no weights beyond their headers.
+
+    Raises InputRefused, UsageError or MachineLimit, each naming what is at fault.
+    """
+    settings = recipe.quantize
+    rows: Rows | None = None
+    if settings.method != "rtn":
+        data = settings.calibration
+        rows = read_rows(data.data, column=data.column, split=data.split)
+    source = open_model(
+        recipe.model,
+        revision=recipe.revision,
+        trust_remote_code=recipe.trust_remote_code,
+        allow_pickle=recipe.allow_pickle,
+    )
+    skeleton = build_skeleton(source)
+    graph = discover(skeleton)
+    if settings.plan is not None:
+        plan = _matching_plan(settings.plan, graph)
+    else:
+        plan = uniform_plan(
+            skeleton,
+            graph,
+            parse_format(settings.scheme),
+            ignore=settings.ignore,
+            include=settings.include,
+            strict=settings.strict,
+        )
+    if not plan.quantized():
+        raise UsageError(
+            f"{recipe.model}: the plan quantizes no layer: change the scheme, the plan or --ignore"
+        )
+    _check_engine(settings, graph, plan)
+
+    warnings = [f"{n}: {a.reason}; it gets {a.format}" for n, a in plan.quantized().items() if a.reason]
+    tokens = None
+    if rows is not None:
+        tokens = tokenize(
+            rows,
+            load_tokenizer(source),
+            samples=settings.calibration.samples,
+            sequence_length=settings.calibration.sequence_length,
+            packing=settings.calibration.packing,
+            seed=recipe.seed,
+        )
+        warnings += tokens.report.warnings
+        _check_length(skeleton, tokens)
+    device = choose_device(recipe.device)
+    # Half precision is slow on CPUs without matrix units and adds error everywhere: use it on GPUs only.
+    compute_dtype = torch.float32 if device.type == "cpu" else skeleton.dtype
+    return Job(source, skeleton, graph, plan, tokens, device, compute_dtype, tuple(warnings))
+
+
+def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) -> Quantized:
+    """Run the whole job of ``recipe.quantize`` and publish the verified checkpoint at ``target``."""
+    start = time.monotonic()
+    if target is None:
+        raise UsageError("output: is needed: name the directory to write with --output")
+    refuse_existing(target, overwrite)
+    job = prepare(recipe)
+    for message in job.warnings:
+        warn(message)
+    with steps("checking source weights", len(job.source.weight_files)) as progress:
+        check_finite(job.source.tensors.values())
+        files = {}
+        for file in job.source.weight_files:
+            files[file.name] = file_sha256(file)
+            progress.advance(file.name)
+
+    fingerprint = _fingerprint(recipe, job, files)
+    with CheckpointWriter(target, fingerprint, overwrite) as writer:
+        writer.require_space(estimated_disk_bytes(job))
+        records, probe = _round_blocks(recipe, job, writer)
+        sidecar = _sidecar(recipe, job, files, records, probe)
+        config = dict(job.source.config)
+        config["quantization_config"] = quantization_config(job.plan, job.graph)
+        replaced = {job.skeleton.stored[f"{name}.weight"].name for name in job.plan.quantized()}
+        built = writer.finish(job.source, config, sidecar, replaced)
+        note("verifying")
+        checks = verify(
+            built,
+            source=job.source,
+            engine=recipe.verify.engine,
+            engine_python=recipe.verify.engine_python,
+        )
+        failed = [check for check in checks if not check.passed]
+        if failed:
+            rejected = writer.reject()
+            raise VerificationFailed(
+                f"{target}: not written: {failed[0].name}: {failed[0].detail} "
+                f"({len(failed)} of {len(checks)} checks failed; the rejected files are in {rejected})"
+            )
+        writer.publish()
+    return Quantized(target, job, sidecar, records, checks, time.monotonic() - start)
+
+
+def _round_blocks(
+    recipe: Recipe, job: Job, writer: CheckpointWriter
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Round every block, journalling each; returns the layer records and the probe."""
+    skeleton, graph, device, dtype = job.skeleton, job.graph, job.device, job.compute_dtype
+    stream: Stream | None = None
+    if job.tokens is not None:
+        stream = open_stream(
+            skeleton,
+            graph,
+            job.tokens.input_ids,
+            job.tokens.attention_mask,
+            dtype=dtype,
+            device=device,
+            batch_bytes=int(recipe.quantize.calibration_memory * 2**30),
+        )
+    probe_ids = _probe_ids(job)
+    probe = open_stream(
+        skeleton, graph, probe_ids, torch.ones_like(probe_ids), dtype=dtype, device=device, batch_bytes=2**30
+    )
+
+    records: list[dict[str, Any]] = []
+    extras = _outside_units(job)
+    with steps("quantizing", len(graph.blocks) + bool(extras)) as progress:
+        for index, path in enumerate(graph.blocks):
+            block = load(skeleton, path, dtype=dtype, device=device)
+            units = tuple(u for u in graph.units_of(index) if job.format_of(u.layers[0].name).quantized)
+            formats = {layer.name: job.format_of(layer.name) for unit in units for layer in unit.layers}
+            modules = {skeleton.module.get_submodule(name): fmt for name, fmt in formats.items()}
+            done = writer.finished.get(index)
+            if done is not None:
+                tensors = writer.read_block(index)
+                for name, fmt in formats.items():
+                    _install(job, name, decode(name, tensors, fmt))
+                if stream is not None:
+                    advance(stream, block, index, modules)
+                records += done.records
+            else:
+                rounder = _Rounder(recipe.quantize, job)
+                if stream is not None:
+                    calibrate_block(stream, block, index, units, formats, rounder)
+                else:
+                    for unit in units:
+                        rounder(unit, None, 0)
+                        for name, weight in rounder.weights.items():
+                            _install(job, name, weight)
+                writer.write_block(index, rounder.tensors, rounder.records)
+                records += rounder.records
+            advance(probe, block, index, modules)
+            unload(block)
+            progress.advance(path)
+        if extras:
+            records += _round_outside(recipe, job, writer, extras)
+            progress.advance("outside the blocks")
+    return records, _probe(job, probe, skip=bool(extras))
+
+
+class _Rounder:
+    """Rounds one unit after another, keeping each layer's encoded tensors, weights and record."""
+
+    def __init__(self, settings: QuantizeRecipe, job: Job) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.weights: dict[str, QuantizedWeight] = {}
+        self.records: list[dict[str, Any]] = []
+        self._settings, self._job = settings, job
+
+    def __call__(self, unit: Unit, hessian: Tensor | None, tokens: int) -> dict[str, Tensor]:
+        start = time.monotonic()
+        job, settings = self._job, self._settings
+        results = round_unit(
+            [job.skeleton.module.get_submodule(layer.name).weight for layer in unit.layers],
+            job.format_of(unit.layers[0].name),
+            hessian,
+            method=settings.method,
+            scales=settings.scales,
+            damping=settings.damping,
+            scale_dtype=scale_dtype(job.skeleton.dtype),
+        )
+        computed = {}
+        for layer, result in zip(unit.layers, results, strict=True):
+            self.tensors |= encode(layer.name, result.weight)
+            self.weights[layer.name] = result.weight
+            computed[layer.name] = result.weight.dequantize(job.skeleton.dtype).to(job.compute_dtype)
+            record = {
+                "module": layer.name,
+                "format": result.weight.format.name,
+                "method": result.method,
+                "tokens": tokens,
+                "damping": result.damping,
+                "error_rtn": result.error_rtn,
+                "error": result.error,
+                "note": result.note,
+                "seconds": round((time.monotonic() - start) / len(results), 3),
+            }
+            self.records.append({key: value for key, value in record.items() if value is not None})
+        return computed
+
+
+def _install(job: Job, name: str, weight: QuantizedWeight) -> None:
+    """Put what the engine will compute with in place of the layer's weight."""
+    value = weight.dequantize(job.skeleton.dtype).to(device=job.device, dtype=job.compute_dtype)
+    set_weight(job.skeleton.module, f"{name}.weight", value)
+
+
+def _outside_units(job: Job) -> list[Unit]:
+    inside = {layer.name for layer in job.graph.layers}
+    units = []
+    for name in job.plan.quantized():
+        if name not in inside:
+            module = job.skeleton.module.get_submodule(name)
+            out_features, in_features = module.weight.shape
+            layer = Linear(name, out_features, in_features, module.bias is not None)
+            units.append(Unit(name, "outside", len(job.graph.blocks), (layer,)))
+    return units
+
+
+def _round_outside(
+    recipe: Recipe, job: Job, writer: CheckpointWriter, units: list[Unit]
+) -> list[dict[str, Any]]:
+    """Layers that were included by name: rounded to nearest, since the stream does not reach them."""
+    index = len(job.graph.blocks)
+    if index in writer.finished:
+        return writer.finished[index].records
+    rounder = _Rounder(recipe.quantize.model_copy(update={"method": "rtn"}), job)
+    for unit in units:
+        module = load(job.skeleton, unit.layers[0].name, dtype=job.compute_dtype, device=job.device)
+        rounder(unit, None, 0)
+        unload(module)
+    writer.write_block(index, rounder.tensors, rounder.records)
+    return rounder.records
+
+
+def _probe_ids(job: Job) -> Tensor:
+    """Token ids [1, 32] that need no tokenizer: any ids will do to compare two computations."""
+    vocabulary = job.skeleton.module.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (1, _PROBE_TOKENS), generator=generator)
+
+
+def _probe(job: Job, stream: Stream, skip: bool) -> dict[str, Any] | None:
+    """What the fake-quantized model in memory answers: the largest logits at a few positions."""
+    if skip:
+        return None  # layers after the blocks were quantized, and the stream ends before them
+    answer = outputs(job.skeleton, job.graph, stream, dtype=job.compute_dtype)[0].float().cpu()
+    positions = torch.linspace(0, _PROBE_TOKENS - 1, _PROBE_POSITIONS).round().long()
+    top = answer[positions].topk(min(8, answer.shape[-1]), dim=-1)
+    return {
+        "input_ids": stream.input_ids[0].tolist(),
+        "positions": positions.tolist(),
+        "top_ids": top.indices.tolist(),
+        "top_logits": top.values.tolist(),
+        "logsumexp": answer[positions].logsumexp(-1).tolist(),
+    }
+
+
+def _sidecar(
+    recipe: Recipe,
+    job: Job,
+    files: dict[str, str],
+    records: list[dict[str, Any]],
+    probe: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """``compression.json``: all that made this checkpoint, and nothing that differs between two equal runs."""
+    settings = recipe.quantize.model_dump(mode="json")
+    return {
+        "schema_version": 1,
+        "tool": {"name": "compressor", "version": __version__},
+        "source": {
+            "ref": job.source.ref,
+            "kind": job.source.kind,
+            "revision": job.source.revision,
+            "files": files,
+        },
+        "plan": job.plan.model_dump(mode="json", exclude_none=True),
+        "settings": {"seed": recipe.seed, **settings},
+        "calibration": data_report(job),
+        "layers": [{k: v for k, v in record.items() if k != "seconds"} for record in records],
+        "probe": probe,
+        "coverage": coverage(job),
+    }
+
+
+def coverage(job: Job) -> dict[str, Any]:
+    """Quantized parameters over eligible ones: every stored matrix but the embeddings and the head.
+
+    ``uncovered`` names the eligible matrices that stay as they are, with the reason.
+    """
+    quantized = set(job.plan.quantized())
+    exempt = {job.graph.embedding, job.graph.head}
+    eligible, covered = 0, 0
+    uncovered: dict[str, str] = {}
+    for name, entry in job.skeleton.stored.items():
+        module = name.rpartition(".")[0]
+        if len([size for size in entry.shape if size > 1]) < 2 or module in exempt:
+            continue
+        owner = job.skeleton.module.get_submodule(module)
+        if isinstance(owner, torch.nn.Embedding):
+            continue
+        eligible += entry.numel
+        if module in quantized and name.endswith(".weight"):
+            covered += entry.numel
+        else:
+            assignment = job.plan.layers.get(module)
+            reason = assignment.reason if assignment else None
+            uncovered[name] = reason or "not a linear layer that compressor knows"
+    for name in job.skeleton.unused:
+        entry = job.source.tensors[name]
+        if len(entry.shape) >= 2 and entry.torch_dtype.is_floating_point:
+            eligible += entry.numel
+            uncovered[name] = "unknown to the model class"
+    return {
+        "quantized_parameters": covered,
+        "eligible_parameters": eligible,
+        "ratio": covered / eligible if eligible else 0.0,
+        "uncovered": uncovered,
+    }
+
+
+def data_report(job: Job) -> dict[str, Any] | None:
+    """How the calibration data was used, as the report's data section; None without calibration."""
+    return None if job.tokens is None else asdict(job.tokens.report)
+
+
+def _fingerprint(recipe: Recipe, job: Job, files: dict[str, str]) -> dict[str, Any]:
+    """What must be equal for a journal to be continued: every input of every block's result."""
+    settings = recipe.quantize.model_dump(mode="json", exclude={"plan", "min_coverage", "engine"})
+    ids = job.tokens.input_ids if job.tokens is not None else torch.empty(0)
+    return {
+        "compressor": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": job.device.type,
+        "source": files,
+        "config": job.source.config,
+        "plan": job.plan.model_dump(mode="json", exclude={"model"}),
+        "settings": settings,
+        "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+    }
+
+
+def estimated_disk_bytes(job: Job) -> int:
+    """Bytes on disk at the peak: the block files and the final shards exist side by side for a moment."""
+    replaced = {f"{name}.weight": a for name, a in job.plan.quantized().items()}
+    blocks = sum(a.bytes or 0 for a in replaced.values())
+    rest = sum(e.nbytes for n, e in job.skeleton.stored.items() if n not in replaced)
+    rest += sum(job.source.tensors[name].nbytes for name in job.skeleton.unused)
+    others = sum(
+        f.stat().st_size for f in job.source.path.iterdir() if f.suffix == ".json" or f.suffix == ".model"
+    )
+    return 2 * blocks + rest + others + 2**20
+
+
+def _check_engine(settings: QuantizeRecipe, graph: ModelGraph, plan: Plan) -> None:
+    if settings.engine is None:
+        return
+    problems = []
+    layers = {layer.name: layer for layer in graph.layers}
+    for name, assignment in plan.quantized().items():
+        if name in layers:
+            problems += check_engine(settings.engine, [layers[name]], parse_format(assignment.format))
+    if problems:
+        first = problems[0]
+        offer = f"; use {first.nearest}" if first.nearest else ""
+        raise InputRefused(
+            f"{settings.engine} cannot load {len(problems)} of the planned layers, first {first.layer}: {first.reason}{offer}"
+        )
+
+
+def _check_length(skeleton: Skeleton, tokens: TokenSet) -> None:
+    limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    length = tokens.input_ids.shape[1]
+    if limit is not None and length > limit:
+        raise UsageError(
+            f"calibration.sequence_length {length} is longer than the model's max_position_embeddings {limit}"
+        )
+
+
+def _matching_plan(file: Path, graph: ModelGraph) -> Plan:
+    return check_plan(file, read_plan(file), graph)
+
+
+def refuse_existing(target: Path, overwrite: bool) -> None:
+    """Raise UsageError when ``target`` is taken and may not be replaced."""
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target}: already exists: choose another output or pass --overwrite")
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the first GPU if there is one, else the CPU. Raises UsageError or MachineLimit."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise MachineLimit(
+            f"--device {name}: this machine shows torch {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
