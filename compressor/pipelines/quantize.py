@@ -119,6 +119,7 @@ def prepare(recipe: Recipe) -> Job:
             samples=settings.calibration.samples,
             sequence_length=settings.calibration.sequence_length,
             packing=settings.calibration.packing,
+            pick="spread",
             seed=recipe.seed,
         )
         warnings += tokens.report.warnings
