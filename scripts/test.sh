@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Set up a virtual environment with the development tools and run every check: style, types, imports, tests.
+#   scripts/test.sh [VENV] [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv="${1:-.venv}"
+[ $# -gt 0 ] && shift
+source scripts/setup.sh "$venv" dev
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+"$venv/bin/mypy"
+"$venv/bin/lint-imports"
+exec "$venv/bin/python" -m pytest -q "$@"
