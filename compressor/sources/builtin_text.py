@@ -28,20 +28,10 @@ _MODULE_SHARES: tuple[tuple[Split, float], ...] = (("calibration", 0.2), ("train
 
 # Distributions package these apart, generate them or leave them out; without them two installations of
 # one Python version give the same text.
-_LEFT_OUT = {
-    *(
-        "config-3",
-        "dist-packages",
-        "distutils",
-        "encodings",
-        "ensurepip",
-        "idlelib",
-        "lib-dynload",
-        "lib2to3",
-    ),
-    *("pydoc_data", "site-packages", "sitecustomize.py", "test", "tests", "tkinter", "turtle.py"),
-    *("turtledemo", "venv"),
-}
+_LEFT_OUT = frozenset(
+    """config-3 dist-packages distutils encodings ensurepip idlelib lib-dynload lib2to3 pydoc_data
+    site-packages sitecustomize.py test tests tkinter turtle.py turtledemo venv""".split()  # noqa: SIM905
+)
 # A shorter paragraph ("For example:") is a phrase of the language, not a passage: it may repeat.
 _PASSAGE = 40
 

@@ -171,11 +171,14 @@ def _chat_rows(ref: str, values: Sequence[Any], warnings: tuple[str, ...]) -> Ro
 
 
 def _is_text(value: Any) -> bool:
-    if not isinstance(value, str) or not value.strip():
-        return False
+    return isinstance(value, str) and bool(value.strip()) and _encodable(value)
+
+
+def _encodable(text: str) -> bool:
+    """False for half of a surrogate pair, left by a cut JSON escape: no tokenizer takes it."""
     try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, from a cut JSON escape: no tokenizer takes it
+        text.encode()
+    except UnicodeEncodeError:
         return False
     return True
 
@@ -208,14 +211,10 @@ def _message(item: Any) -> Message | None:
         content = "".join(part for part in parts if isinstance(part, str))
     if content is None and item.get("tool_calls"):
         content = ""
-    if not isinstance(role, str) or not isinstance(content, str) or (content and not _encodable(content)):
+    if not isinstance(role, str) or not isinstance(content, str) or not _encodable(content):
         return None
     rest = {key: value for key, value in item.items() if key not in ("role", "content") and value is not None}
     return {"role": role, "content": content, **rest}
-
-
-def _encodable(text: str) -> bool:
-    return not text.strip() or _is_text(text)
 
 
 def _sha256(texts: Sequence[str]) -> str:
@@ -305,13 +304,14 @@ def _json_table(path: Path) -> _Table:
 
 
 def _table_of_records(path: Path, records: list[tuple[int, Any]], *, unit: str = "line") -> _Table:
-    if not records:
+    names = {dict: "an object", str: "a string", list: "a list of messages"}
+    first = next((record for _, record in records if record is not None), None)
+    if first is None:
         raise InputRefused(f"{path}: holds no rows")
-    kind = dict if isinstance(records[0][1], dict) else str if isinstance(records[0][1], str) else list
+    kind = next((kind for kind in names if isinstance(first, kind)), dict)
     for number, record in records:
         if record is not None and not isinstance(record, kind):
-            expected = {dict: "an object", str: "a string", list: "a list of messages"}[kind]
-            raise InputRefused(f"{path}: {unit} {number} is not {expected} as the rows before it are")
+            raise InputRefused(f"{path}: {unit} {number} is not {names[kind]}: all rows must be of one kind")
     if kind is not dict:
         return _Table(values=[record for _, record in records])
     columns = dict.fromkeys(key for _, record in records if record for key in record)
