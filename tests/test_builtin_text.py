@@ -17,7 +17,7 @@ from compressor.sources.builtin_text import builtin_text
 before = set(sys.modules)
 documents = builtin_text("calibration")
 digest = hashlib.sha256(repr(documents).encode()).hexdigest()
-print(digest, sorted(set(sys.modules) - before - {"pydoc_data", "pydoc_data.topics"}))
+print(digest, sorted({"antigravity", "turtle", "smtplib", "curses"} & (set(sys.modules) - before)))
 """
 
 
