@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressor.sources.text import TokenSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from compressor.evaluation.embedding import evaluate_embeddings, nearest_neighbo
 from compressor.evaluation.metrics import embedding_metrics, language_model_metrics
 from compressor.evaluation.pair import Evaluation, evaluate_pair, token_scores
 from compressor.evaluation.targets import IGNORED, masked_token_targets, next_token_targets
+from compressor.sources.text import TokenSet
 
 VOCABULARY = 23
 
@@ -132,7 +132,7 @@ lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=7).filter(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths_strategy, st.integers(0, 99), st.floats(0.1, 30))
 def test_kl_is_never_negative_and_zero_for_identical_models(
     lengths: list[int], seed: int, scale: float
@@ -148,7 +148,7 @@ def test_kl_is_never_negative_and_zero_for_identical_models(
     np.testing.assert_array_equal(same.nll, same.baseline_nll)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths_strategy, st.integers(1, 8), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_padding_batches_and_order_do_not_matter(
     lengths: list[int], batch_size: int, extra: int, random: Any

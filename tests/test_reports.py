@@ -71,19 +71,18 @@ def model(size: int, quantization: str | None) -> Model:
 
 def data() -> Data:
     return Data(
-        ref="text.txt",
-        sha256="a" * 64,
+        source="text.txt",
         rows_read=40,
         rows_used=33,
         rows_dropped=7,
         rows_truncated=1,
         sequences=32,
         tokens=16384,
-        window=512,
-        stride=512,
-        packing=True,
+        requested=64,
+        sequence_length=512,
+        packing="concat",
         bos="none",
-        seed=0,
+        sha256="a" * 64,
     )
 
 
@@ -136,6 +135,8 @@ def sections(layers: int = 8) -> dict[str, Any]:
             task="causal-lm",
             metrics=metrics,
             data=data(),
+            window=512,
+            stride=512,
             sequences=32,
             tokens=16352,
             batch_size=4,

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from compressor.pipelines.provenance import tool_section
 from compressor.console import note, out, warn
 from compressor.evaluation.facts import model_facts
 from compressor.evaluation.prepare import Preparation, Settings, prepare
 from compressor.evaluation.run import evaluate_checkpoint
+from compressor.pipelines.provenance import tool_section
 from compressor.reports.schema import Evaluation, Model, Report
 from compressor.reports.terminal import print_report
 from compressor.reports.wording import size
@@ -59,11 +59,10 @@ def evaluate(
         typer.Option(
             "--data",
             "-d",
-            help="Text to evaluate on: 'builtin', a .txt, .jsonl, .json, .csv or .parquet file, a data set directory "
-            "or a hub data set.",
+            help="builtin:test, a .txt/.jsonl/.json/.csv/.parquet file, a save_to_disk directory or a hub data set.",
             rich_help_panel=_DATA,
         ),
-    ] = "builtin",
+    ] = "builtin:test",
     column: Annotated[
         str | None,
         typer.Option(help="Column that holds the text.", rich_help_panel=_DATA, show_default=False),
@@ -71,6 +70,13 @@ def evaluate(
     split: Annotated[
         str | None, typer.Option(help="Split of the data set.", rich_help_panel=_DATA, show_default=False)
     ] = None,
+    packing: Annotated[
+        str,
+        typer.Option(
+            help="concat: equal windows of the joined texts; rows: one sequence a row; auto chooses by the data.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "auto",
     samples: Annotated[int, typer.Option(min=1, help="Sequences to evaluate.", rich_help_panel=_DATA)] = 64,
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Tokens in a sequence.", rich_help_panel=_DATA)
@@ -137,7 +143,18 @@ def evaluate(
     checkpoint = open_model(
         compressed, revision=revision, trust_remote_code=trust_remote_code, allow_quantized=True
     )
-    settings = Settings(data, column, split, samples, sequence_length, batch_size, device, dtype, seed)
+    settings = Settings(
+        data=data,
+        column=column,
+        split=split,
+        packing=packing,
+        samples=samples,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+    )
     preparation = prepare(original, checkpoint, settings)
     for warning in preparation.warnings:
         warn(warning)

@@ -1,7 +1,7 @@
 """Everything that can go wrong cheaply, found before a weight is loaded: data, tokenizers, memory."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,19 +10,20 @@ from compressor.evaluation.facts import available_memory, parameter_count
 from compressor.evaluation.load import Task, task_of
 from compressor.evaluation.targets import Targets, masked_token_targets, next_token_targets
 from compressor.sources.model import Source, load_tokenizer
-from compressor.sources.text import TokenSet, read_rows, tokenize
+from compressor.sources.text import Rows, TokenSet, read_rows, tokenize
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to evaluate on and how. ``samples`` sequences of ``sequence_length`` tokens; ``device`` may be
-    ``auto`` and ``dtype`` too (the baseline's own)."""
+    """What to evaluate on and how. ``samples`` sequences of ``sequence_length`` tokens; ``packing`` is
+    concat, rows or auto; ``device`` may be auto and ``dtype`` too (the baseline's own)."""
 
-    data: str
+    data: str = "builtin:test"
     column: str | None = None
     split: str | None = None
+    packing: str = "auto"
     samples: int = 64
     sequence_length: int = 512
     batch_size: int = 4
@@ -84,7 +85,8 @@ def prepare(baseline: Source | None, compressed: Source, settings: Settings) -> 
         tokenizer,
         samples=settings.samples,
         sequence_length=settings.sequence_length,
-        packing=task == "causal-lm",
+        packing=_packing(settings.packing, rows, task),
+        pick="first",
         seed=settings.seed,
     )
     needed = _memory_needed(baseline, compressed, settings, dtype, text_config.get("vocab_size", 0))
@@ -96,7 +98,7 @@ def prepare(baseline: Source | None, compressed: Source, settings: Settings) -> 
             f"{models} {weights / 1e9:.1f} GB in {dtype} and {device} has {available / 1e9:.1f} GB free: "
             "use a smaller --dtype or another --device"
         )
-    warnings = []
+    warnings = list(tokens.report.warnings)
     if weights + needed["logits"] > available:
         warnings.append(
             f"about {(weights + needed['logits']) / 1e9:.1f} GB needed and {available / 1e9:.1f} GB free on {device}: "
@@ -115,6 +117,16 @@ def prepare(baseline: Source | None, compressed: Source, settings: Settings) -> 
         memory_available=available,
         warnings=tuple(warnings),
     )
+
+
+def _packing(asked: str, rows: Rows, task: Task) -> Literal["auto", "concat", "rows"]:
+    """Encoders read items one by one; running text is cut into windows for every model."""
+    match asked:
+        case "concat" | "rows":
+            return asked
+        case "auto":
+            return "rows" if task != "causal-lm" and not rows.document else "auto"
+    raise UsageError(f"packing {asked}: choose auto, concat or rows")
 
 
 def resolve_device(name: str) -> str:

@@ -19,12 +19,17 @@ _FEW = 8  # sequences
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The numbers and everything needed to measure them again. ``tokens``: tokens scored (in an
-    embedding evaluation, tokens read)."""
+    """The numbers and everything needed to measure them again.
+
+    ``window`` and ``stride`` are in tokens (windows do not overlap). ``tokens``: tokens scored (in an
+    embedding evaluation, tokens read). ``seconds`` includes loading.
+    """
 
     task: Task
     metrics: dict[str, Metric]
     data: DataReport
+    window: int
+    stride: int
     sequences: int
     tokens: int
     batch_size: int
@@ -42,8 +47,7 @@ class EvaluationResult:
 def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
     """Load what was prepared and measure it.
 
-    Baseline and compressed model get the same dtype, device, attention code and batches. ``seconds``
-    includes loading. Raises InputRefused and MachineLimit as the loader and the scorer do.
+    Baseline and compressed model get the same dtype, device, attention code and batches. Raises InputRefused and MachineLimit as the loader and the scorer do.
     """
     start = time.monotonic()
     settings, tokens = preparation.settings, preparation.tokens
@@ -85,6 +89,8 @@ def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
         task=preparation.task,
         metrics=metrics,
         data=tokens.report,
+        window=settings.sequence_length,
+        stride=settings.sequence_length,
         sequences=len(tokens.input_ids),
         tokens=scored,
         batch_size=settings.batch_size,

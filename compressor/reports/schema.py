@@ -108,26 +108,25 @@ class Coverage(Section):
 class Data(Section):
     """A data set as it was used.
 
-    ``rows_*`` count rows of the data set, ``truncated`` rows cut to fit, ``tokens`` real tokens (padding
-    excluded). ``window`` and ``stride`` are in tokens.
+    ``rows_*`` count rows of the data set; ``rows_truncated`` were cut to ``sequence_length`` tokens.
+    ``tokens`` are real ones, padding excluded. ``requested`` sequences were asked for. ``packing``:
+    ``concat`` cuts equal windows that do not overlap from the joined rows, ``rows`` makes one sequence
+    of a row. ``sha256`` is over the usable rows.
     """
 
-    ref: str
-    sha256: str | None = None
-    column: str | None = None
-    split: str | None = None
+    source: str
     rows_read: int
     rows_used: int
     rows_dropped: int
     rows_truncated: int
     sequences: int
     tokens: int
-    window: int
-    stride: int
-    packing: bool
-    bos: str
-    seed: int
-    notes: list[str] = Field(default_factory=list)
+    requested: int
+    sequence_length: int
+    packing: Literal["concat", "rows"]
+    bos: Literal["added", "none", "already present"]
+    sha256: str
+    warnings: list[str] = Field(default_factory=list)
 
 
 class Layer(Section):
@@ -168,13 +167,15 @@ class Evaluation(Section):
     """Quality of the compressed model on one data set.
 
     ``metrics`` by name: ``perplexity``, ``nll``, ``kl`` (KL(original ‖ compressed)) and ``top1_agreement``
-    for language models, ``cosine`` and ``neighbour_agreement`` for encoders. ``tokens`` is what was
-    scored. ``confidence`` is the level of all intervals, by paired bootstrap over sequences.
+    for language models, ``cosine`` and ``neighbour_agreement`` for encoders. ``window`` and ``stride`` are
+    in tokens: they are equal, as windows do not overlap. ``tokens`` is what was scored. ``confidence`` is the level of all intervals, by paired bootstrap over sequences.
     """
 
     task: Literal["causal-lm", "masked-lm", "embedding"]
     metrics: dict[str, Metric]
     data: Data
+    window: int
+    stride: int
     sequences: int
     tokens: int
     batch_size: int

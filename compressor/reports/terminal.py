@@ -83,7 +83,7 @@ def _how(report: Report) -> str:
     evaluation = report.evaluation
     assert evaluation is not None
     return (
-        f"{evaluation.tokens:,} tokens in {evaluation.sequences} sequences of {evaluation.data.ref}, "
+        f"{evaluation.tokens:,} tokens in {evaluation.sequences} sequences of {evaluation.data.source}, "
         f"{evaluation.dtype} on {evaluation.device}, {wording.duration(evaluation.seconds)}; "
         f"brackets are {100 * evaluation.confidence:g} % intervals (paired bootstrap over sequences)"
     )
