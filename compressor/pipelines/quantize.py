@@ -110,7 +110,7 @@ def prepare(recipe: Recipe) -> Job:
         )
     _check_engine(settings, graph, plan)
 
-    warnings = [f"{n}: {a.reason}; it gets {a.format}" for n, a in plan.quantized().items() if a.reason]
+    warnings = _fallbacks(plan)
     tokens = None
     if rows is not None:
         tokens = tokenize(
@@ -253,7 +253,7 @@ class _Rounder:
         )
         computed = {}
         for layer, result in zip(unit.layers, results, strict=True):
-            self.tensors |= encode(layer.name, result.weight)
+            self.tensors |= encode(layer.name, result.weight, scale_dtype(job.skeleton.dtype))
             self.weights[layer.name] = result.weight
             computed[layer.name] = result.weight.dequantize(job.skeleton.dtype).to(job.compute_dtype)
             record = {
@@ -452,6 +452,18 @@ def _check_length(skeleton: Skeleton, tokens: TokenSet) -> None:
 
 def _matching_plan(file: Path, graph: ModelGraph) -> Plan:
     return check_plan(file, read_plan(file), graph)
+
+
+def _fallbacks(plan: Plan) -> list[str]:
+    """One line for each kind of layer whose format is not the one that was asked for."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, assignment in plan.layers.items():
+        if assignment.reason and (parse_format(assignment.format).quantized or "divide" in assignment.reason):
+            alike.setdefault((assignment.reason, assignment.format), []).append(name)
+    return [
+        f"{reason}: {len(names)} such layers get {fmt} (first {names[0]})"
+        for (reason, fmt), names in alike.items()
+    ]
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
