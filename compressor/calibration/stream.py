@@ -121,23 +121,38 @@ def run(stream: Stream, block: nn.Module, index: int, number: int) -> Tensor:
 def outputs(skeleton: Skeleton, graph: ModelGraph, stream: Stream, *, dtype: torch.dtype) -> Tensor:
     """Run everything after the last block on the stream's hidden states: the model's logits
     [sequences, length, vocabulary], or its last hidden state if it has no head."""
-    rest = [path for path, _ in _top_modules(skeleton.module, graph)]
-    for path in rest:
-        load(skeleton, path, dtype=dtype, device=stream.device)
-    results = []
-    for batch in stream.batches:
-        inputs = _model_inputs(skeleton.module, stream.input_ids[batch], stream.valid[batch], stream.device)
-        final = stream.hidden[batch].to(stream.device)
-
-        def replaced(index: int, hidden: Tensor, final: Tensor = final) -> Tensor:
-            return final if index == len(graph.blocks) - 1 else hidden
-
-        with _patched(skeleton.module, graph, lambda i, h, a, k: replaced(i, h)), torch.inference_mode():
-            result = skeleton.module(**inputs)
-        results.append(result.logits if getattr(result, "logits", None) is not None else result[0])
-    for path in rest:
-        unload(skeleton.module.get_submodule(path))
+    with loaded_ends(skeleton, graph, dtype=dtype, device=stream.device), torch.inference_mode():
+        results = [
+            tail(skeleton, graph, stream, number, stream.hidden[batch].to(stream.device))
+            for number, batch in enumerate(stream.batches)
+        ]
     return torch.cat(results)
+
+
+@contextmanager
+def loaded_ends(
+    skeleton: Skeleton, graph: ModelGraph, *, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
+    """Everything outside the blocks is in memory inside: embeddings, final norm, head."""
+    ends = [path for path, _ in _top_modules(skeleton.module, graph)]
+    for path in ends:
+        load(skeleton, path, dtype=dtype, device=device)
+    try:
+        yield
+    finally:
+        for path in ends:
+            unload(skeleton.module.get_submodule(path))
+
+
+def tail(skeleton: Skeleton, graph: ModelGraph, stream: Stream, number: int, final: Tensor) -> Tensor:
+    """What the model makes of ``final`` [batch, length, hidden size], the last block's output for batch
+    ``number``: logits, or the last hidden state if it has no head. Needs :func:`loaded_ends`."""
+    batch = stream.batches[number]
+    inputs = _model_inputs(skeleton.module, stream.input_ids[batch], stream.valid[batch], stream.device)
+    last = len(graph.blocks) - 1
+    with _patched(skeleton.module, graph, lambda index, hidden, a, k: final if index == last else hidden):
+        result = skeleton.module(**inputs)
+    return result.logits if getattr(result, "logits", None) is not None else result[0]
 
 
 class _BlocksReached(Exception):
