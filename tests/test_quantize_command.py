@@ -39,7 +39,9 @@ FAST = ("--method", "rtn", "--scheme", "w4g32")
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
+    return {
+        str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()
+    }
 
 
 def refused(result: tuple[int, str, str], code: int, output: Path, *words: str) -> None:
@@ -101,7 +103,9 @@ def test_bfloat16_untied_and_sharded_sources(run: Run, make_llama: MakeLlama, tm
     assert written["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_group_size_falls_back_and_says_so_unless_strict(run: Run, make_llama: MakeLlama, tmp_path: Path) -> None:
+def test_group_size_falls_back_and_says_so_unless_strict(
+    run: Run, make_llama: MakeLlama, tmp_path: Path
+) -> None:
     source = make_llama(hidden_size=96, intermediate_size=128)
     code, _, stderr = run("quantize", source, "-o", tmp_path / "q", "--scheme", "w4g128", "--method", "rtn")
     assert code == 0, stderr
@@ -128,10 +132,29 @@ def test_ignore_and_include(run: Run, make_llama: MakeLlama, tiny_llama_dir: Pat
     attention = {f"model.layers.1.self_attn.{x}_proj" for x in "qkvo"}
     assert chosen == attention | {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"}
     out = tmp_path / "x"
-    refused(run("quantize", untied, "-o", out, *FAST, "--ignore", "model.layerz.*"), 2, out, "--ignore", "matches no layer")
-    refused(run("quantize", untied, "-o", out, *FAST, "--ignore", "*.q_proj"), 2, out, "fuse them into one matrix")
-    refused(run("quantize", untied, "-o", out, *FAST, "--include", "model.embed_tokens"), 5, out, "only linear layers")
-    refused(run("quantize", tiny_llama_dir, "-o", out, *FAST, "--include", "lm_head"), 5, out, "tied embeddings", "model.embed_tokens")
+    refused(
+        run("quantize", untied, "-o", out, *FAST, "--ignore", "model.layerz.*"),
+        2,
+        out,
+        "--ignore",
+        "matches no layer",
+    )
+    refused(
+        run("quantize", untied, "-o", out, *FAST, "--ignore", "*.q_proj"), 2, out, "fuse them into one matrix"
+    )
+    refused(
+        run("quantize", untied, "-o", out, *FAST, "--include", "model.embed_tokens"),
+        5,
+        out,
+        "only linear layers",
+    )
+    refused(
+        run("quantize", tiny_llama_dir, "-o", out, *FAST, "--include", "lm_head"),
+        5,
+        out,
+        "tied embeddings",
+        "model.embed_tokens",
+    )
 
 
 def copy_of(directory: Path, target: Path) -> Path:
@@ -160,14 +183,18 @@ def test_broken_sources_are_refused_in_one_line(run: Run, tiny_llama_dir: Path, 
         file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
 
     def index(mapping: dict[str, str]) -> Callable[[Path], None]:
-        return lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping})) and None
+        return lambda d: (
+            (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping})) and None
+        )
 
     layer = "model.layers.1.mlp.up_proj.weight"
     check("missing", lambda d: (d / "model.safetensors").unlink(), "no model.safetensors")
     check("no-config", lambda d: (d / "config.json").unlink(), "no config.json")
     check("truncated", lambda d: cut(d, 0.6), "model.safetensors", "truncated")
     check("cut-header", lambda d: cut(d, 0.001), "model.safetensors", "truncated")
-    check("garbage", lambda d: (d / "model.safetensors").write_bytes(b"\0" * 999) and None, "model.safetensors")
+    check(
+        "garbage", lambda d: (d / "model.safetensors").write_bytes(b"\0" * 999) and None, "model.safetensors"
+    )
     check("outside", index({layer: "../model.safetensors"}), "index.json", "outside")
     check("no-shard", index({layer: "model-9.safetensors"}), "model-9.safetensors", "missing")
     check("nan", rewrite(lambda w: w[layer].__setitem__((3, 3), float("nan"))), layer, "1 inf or NaN")
@@ -177,7 +204,9 @@ def test_broken_sources_are_refused_in_one_line(run: Run, tiny_llama_dir: Path, 
 
     def unknown(d: Path) -> None:
         config = json.loads((d / "config.json").read_text())
-        (d / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch", "architectures": ["NoneSuch"]}))
+        (d / "config.json").write_text(
+            json.dumps(config | {"model_type": "nonesuch", "architectures": ["NoneSuch"]})
+        )
 
     check("unknown", unknown, "config.json", "nonesuch")
 
@@ -195,7 +224,13 @@ def test_bad_usage(run: Run, tiny_llama_dir: Path, tmp_path: Path) -> None:
     refused(run("quantize", tmp_path / "nothing", "-o", out), 5, out, "no such file")
     refused(run("quantize", "-o", out), 2, out, "model")
     refused(run("quantize", tiny_llama_dir, "-o", out, *FAST, "--device", "warp"), 2, out, "warp")
-    refused(run("quantize", tiny_llama_dir, "-o", out, "--sequence-length", 4096, "--data", "builtin"), 2, out, "4096", "256")
+    refused(
+        run("quantize", tiny_llama_dir, "-o", out, "--sequence-length", 4096, "--data", "builtin"),
+        2,
+        out,
+        "4096",
+        "256",
+    )
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: x\nquantize:\n  scheme: w4g32\n  shceme: w4g32\n")
     refused(run("quantize", "--recipe", recipe, "-o", out), 2, out, "r.yaml, line 4", "shceme", "unknown key")
@@ -225,12 +260,16 @@ def test_existing_output_is_kept_without_overwrite(run: Run, tiny_llama_dir: Pat
     assert files_of(out) == {"precious.txt": b"mine"}  # not a checkpoint: not ours to replace
     assert run("quantize", tiny_llama_dir, "-o", tmp_path / "w", *FAST)[0] == 0
     before = files_of(tmp_path / "w")
-    code, _, stderr = run("quantize", tiny_llama_dir, "-o", tmp_path / "w", "--method", "rtn", "--scheme", "w8", "--overwrite")
+    code, _, stderr = run(
+        "quantize", tiny_llama_dir, "-o", tmp_path / "w", "--method", "rtn", "--scheme", "w8", "--overwrite"
+    )
     assert code == 0, stderr
     assert files_of(tmp_path / "w") != before
 
 
-@pytest.mark.parametrize("special", [{"bos_token": "<s>", "eos_token": "</s>"}, {"pad_token": "<pad>", "bos_token": "<s>"}])
+@pytest.mark.parametrize(
+    "special", [{"bos_token": "<s>", "eos_token": "</s>"}, {"pad_token": "<pad>", "bos_token": "<s>"}]
+)
 def test_tokenizers_without_pad_or_eos_work(
     run: Run, tiny_llama_dir: Path, tmp_path: Path, special: dict[str, str]
 ) -> None:
@@ -239,14 +278,27 @@ def test_tokenizers_without_pad_or_eos_work(
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": "the dog " * n}) + "\n" for n in range(3, 20)))
     code, _, stderr = run(
-        "quantize", source, "-o", tmp_path / "q", "--scheme", "w4g32", "--data", rows, "--samples", 8, "--sequence-length", 16
+        "quantize",
+        source,
+        "-o",
+        tmp_path / "q",
+        "--scheme",
+        "w4g32",
+        "--data",
+        rows,
+        "--samples",
+        8,
+        "--sequence-length",
+        16,
     )
     assert code == 0, stderr
 
 
 def test_dry_run_writes_nothing_and_reports(run: Run, tiny_llama_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "q"
-    code, stdout, stderr = run("quantize", tiny_llama_dir, "-o", out, "--samples", 4, "--sequence-length", 32, "--dry-run", "--json")
+    code, stdout, stderr = run(
+        "quantize", tiny_llama_dir, "-o", out, "--samples", 4, "--sequence-length", 32, "--dry-run", "--json"
+    )
     assert code == 0, stderr
     answer = json.loads(stdout)
     assert answer["estimate"]["seconds"] > 0
@@ -272,7 +324,11 @@ def test_killed_run_resumes_to_the_same_bytes(make_llama: MakeLlama, tmp_path: P
         victim = start_process(*command, "-o", out)
         done = tmp_path / f".{out.name}.partial" / "blocks"
         deadline = time.monotonic() + 200
-        while len(list(done.glob("*.safetensors"))) < blocks and time.monotonic() < deadline and victim.poll() is None:
+        while (
+            len(list(done.glob("*.safetensors"))) < blocks
+            and time.monotonic() < deadline
+            and victim.poll() is None
+        ):
             time.sleep(0.005)
         victim.send_signal(signal.SIGKILL)
         victim.wait()
@@ -286,11 +342,37 @@ def test_killed_run_resumes_to_the_same_bytes(make_llama: MakeLlama, tmp_path: P
         assert not done.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small tmpfs needs root")
+def test_memory_does_not_grow_with_depth(make_llama: MakeLlama, tmp_path: Path) -> None:
+    """A block here is 9 MB in fp32: 16 more of them would show."""
+    peaks = {}
+    for blocks in (2, 18):
+        source = make_llama(num_hidden_layers=blocks, hidden_size=384, intermediate_size=1536)
+        process = start_process(
+            "quantize",
+            source,
+            "-o",
+            tmp_path / str(blocks),
+            "--samples",
+            8,
+            "--sequence-length",
+            128,
+            "--json",
+        )
+        stdout, stderr = process.communicate(timeout=400)
+        assert process.returncode == 0, stderr
+        peaks[blocks] = json.loads(stdout)["peak_memory_bytes"]
+    assert peaks[18] < peaks[2] + 40e6
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small tmpfs needs root"
+)
 def test_full_disk_is_one_line_and_leaves_nothing(run: Run, tiny_llama_dir: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True
+    ).returncode:
         pytest.skip("this machine does not let tests mount a tmpfs")
     try:
         out = small / "q"

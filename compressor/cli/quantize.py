@@ -245,6 +245,7 @@ def quantize(
         answer: dict[str, Any] = {
             "path": str(result.path),
             "seconds": round(result.seconds, 1),
+            "peak_memory_bytes": result.peak_memory,
             "coverage": coverage["ratio"],
             "checks": [asdict(check) for check in result.checks],
             "warnings": list(result.job.warnings),

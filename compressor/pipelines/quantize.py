@@ -5,6 +5,8 @@ A weight's way: ``sources`` (read) → ``graph`` (which unit) → ``calibration`
 """
 
 import hashlib
+import resource
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,13 +67,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The published checkpoint: where, what each layer's rounding cost, and the checks it passed."""
+    """The published checkpoint: where, what each layer's rounding cost, and the checks it passed.
+
+    ``peak_memory`` is this process's peak resident memory in bytes until the checkpoint was written (the
+    verification that follows loads whole models).
+    """
 
     path: Path
     job: Job
     sidecar: dict[str, Any]
     records: list[dict[str, Any]]
     checks: list[Check]
+    peak_memory: int
     seconds: float
 
 
@@ -155,6 +162,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
         config["quantization_config"] = quantization_config(job.plan, job.graph)
         replaced = {job.skeleton.stored[f"{name}.weight"].name for name in job.plan.quantized()}
         built = writer.finish(job.source, config, sidecar, replaced)
+        peak = _peak_memory()
         note("verifying")
         checks = verify(
             built,
@@ -170,7 +178,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
                 f"({len(failed)} of {len(checks)} checks failed; the rejected files are in {rejected})"
             )
         writer.publish()
-    return Quantized(target, job, sidecar, records, checks, time.monotonic() - start)
+    return Quantized(target, job, sidecar, records, checks, peak, time.monotonic() - start)
 
 
 def _round_blocks(
@@ -464,6 +472,11 @@ def _fallbacks(plan: Plan) -> list[str]:
         f"{reason}: {len(names)} such layers get {fmt} (first {names[0]})"
         for (reason, fmt), names in alike.items()
     ]
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:

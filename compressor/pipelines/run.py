@@ -7,8 +7,6 @@ one stopped, a run of a changed recipe is refused without ``--overwrite``.
 
 import hashlib
 import json
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -155,7 +153,7 @@ def _quantization(recipe: Recipe, done: Quantized) -> Quantization:
         calibration=data_report(job),
         error_unit="share of the layer's output energy" if job.tokens is not None else None,
         seconds=done.seconds,
-        peak_memory_bytes=_peak_memory(),
+        peak_memory_bytes=done.peak_memory,
         layers=[_layer(job, record) for record in done.records] + _kept(job),
     )
 
@@ -181,9 +179,3 @@ def _kept(job: Job) -> list[Layer]:
 def _verification(checks: list[CheckResult]) -> Verification:
     listed = [Check(name=c.name, passed=c.passed, detail=c.detail) for c in checks]
     return Verification(passed=all(c.passed for c in checks), checks=listed)
-
-
-def _peak_memory() -> int:
-    """Peak resident memory of this process, in bytes (Linux counts KiB, macOS bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
