@@ -1,23 +1,18 @@
 """``compressor evaluate``: what compression cost, measured on the same tokens."""
 
+# Help and usage errors must not wait for torch and transformers: they are imported when there is work.
 import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compressor.console import note, out, warn
-from compressor.evaluation.facts import model_facts
-from compressor.evaluation.prepare import Preparation, Settings, prepare
-from compressor.evaluation.run import evaluate_checkpoint
-from compressor.pipelines.provenance import tool_section
-from compressor.reports.schema import Evaluation, Model, Report
-from compressor.reports.terminal import print_report
-from compressor.reports.wording import size
-from compressor.reports.write import check_report_directory, report_json, write_report
-from compressor.sources.model import open_model
+
+if TYPE_CHECKING:
+    from compressor.evaluation.prepare import Preparation
 
 _MODELS, _DATA, _COMPUTE, _OUTPUT = "Models", "Data", "Compute", "Output"
 
@@ -131,8 +126,13 @@ def evaluate(
     paired bootstrap over sequences. Encoders are compared by their embeddings.
     """
     started = time.monotonic()
+    from compressor.reports.write import check_report_directory, report_json, write_report
+
     if output is not None:
         check_report_directory(output, overwrite=overwrite)
+    from compressor.evaluation.prepare import Settings, prepare
+    from compressor.sources.model import open_model
+
     original = (
         open_model(
             baseline, revision=baseline_revision, trust_remote_code=trust_remote_code, allow_quantized=True
@@ -162,6 +162,12 @@ def evaluate(
         _print_preparation(preparation, as_json)
         return
 
+    from compressor.evaluation.facts import model_facts
+    from compressor.evaluation.run import evaluate_checkpoint
+    from compressor.pipelines.provenance import tool_section
+    from compressor.reports.schema import Evaluation, Model, Report
+    from compressor.reports.terminal import print_report
+
     result = evaluate_checkpoint(preparation)
     arguments = {"compressed": compressed, "baseline": baseline, **asdict(settings)}
     report = Report(
@@ -179,7 +185,9 @@ def evaluate(
         note(f"report: {write_report(report, output, overwrite=overwrite)}")
 
 
-def _print_preparation(preparation: Preparation, as_json: bool) -> None:
+def _print_preparation(preparation: "Preparation", as_json: bool) -> None:
+    from compressor.reports.wording import size
+
     if as_json:
         facts = {
             "dry_run": True,

@@ -54,7 +54,7 @@ def evaluate_embeddings(
                         mean_pooled(model, tokens.input_ids[batch], tokens.attention_mask[batch], device)
                     )
                     progress.advance()
-            embeddings.append(torch.cat(batches).double().cpu())
+            embeddings.append(torch.cat(batches).cpu().double())
     for model, vectors in zip((baseline, compressed), embeddings, strict=True):
         finite = torch.isfinite(vectors).all(-1)
         if not finite.all():

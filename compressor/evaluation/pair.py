@@ -18,7 +18,7 @@ from compressor.evaluation.targets import IGNORED, Targets, next_token_targets
 from compressor.sources.text import TokenSet
 
 # Logits converted to fp32 at a time: what stays in a processor's cache, or keeps a GPU busy (128 MiB a copy).
-_CHUNK = {"cpu": 1 << 19}
+_CHUNK = {"cpu": 1 << 18}
 _GPU_CHUNK = 1 << 25
 
 
@@ -157,7 +157,7 @@ def _score_batch(
 
     def collect(field: str) -> Floats | None:
         values = [getattr(part, field) for part in parts]
-        return torch.cat(values).double().cpu().numpy() if values and values[0] is not None else None
+        return torch.cat(values).cpu().double().numpy() if values and values[0] is not None else None
 
     for model, field in ((baseline, "baseline_finite"), (compressed, "finite")):
         finite = collect(field)

@@ -86,7 +86,7 @@ def headline(report: Report) -> str:
     if report.artifact is not None:
         artifact = report.artifact
         text = f"{size(artifact.bytes)}, {artifact.bits_per_weight:.2f} bits/weight"
-        if report.source is not None and artifact.bytes:
+        if report.source is not None and report.source.bytes > artifact.bytes > 0:
             text = (
                 f"{report.source.bytes / artifact.bytes:.2f}× smaller ({size(report.source.bytes)} → {text})"
             )
