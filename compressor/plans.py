@@ -25,12 +25,19 @@ class Assignment(BaseModel):
 
 
 class Plan(BaseModel):
-    """Format per layer. ``model`` is what the plan was made for, as its author named it."""
+    """Format per layer. ``model`` is what the plan was made for, as its author named it.
+
+    What ``compressor plan`` made it for and expects of it is for the reader: the ``budget`` as given, the
+    size of the whole checkpoint, and KL(original ‖ compressed) in nats per token.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1] = 1
     model: str
+    budget: str | None = None
+    total_bytes: int | None = None
+    predicted_kl: float | None = None
     layers: dict[str, Assignment]
 
     def quantized(self) -> dict[str, Assignment]:
@@ -61,7 +68,7 @@ def read_plan(file: Path) -> Plan:
             try:
                 parse_format(assignment.format)
             except UsageError as error:
-                raise UsageError(f"{file}, line {line_of(text, "layers", name)}: layer {name}: {error}") from None
+                raise UsageError(f"{file}, line {line_of(text, 'layers', name)}: layer {name}: {error}") from None
         return plan
     except ValidationError as error:
         first = error.errors()[0]
