@@ -1,0 +1,1 @@
+"""How much each unit suffers from each format, and together with which others."""

@@ -1,0 +1,88 @@
+"""A scan's working files, so that a killed scan goes on where it stopped.
+
+``.NAME.partial/`` beside the output holds hidden states and gradients as memory-mapped files (they may be larger
+than memory) and one small file for each finished block. Gradients alternate between two files: a block reads
+one and writes the other, so the one that is read stays whole until the block is journalled.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import MachineLimit
+
+
+class Journal:
+    """Context manager. ``finished`` maps block indices to their records, for the given ``fingerprint`` only."""
+
+    def __init__(self, output: Path, fingerprint: dict[str, Any]) -> None:
+        self.directory = output.absolute().with_name(f".{output.name}.partial")
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        self.finished: dict[int, dict[str, Any]] = {}
+        self.stages: list[str] = []
+
+    def __enter__(self) -> "Journal":
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.directory / "lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise MachineLimit(f"{self.directory}: another scan is working on the same output") from None
+        try:
+            data = json.loads((self.directory / "journal.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            data = {}
+        if data.get("fingerprint") == self._fingerprint:
+            self.stages = data["stages"]
+            self.finished = {int(index): record for index, record in data["finished"].items()}
+        else:
+            for file in self.directory.iterdir():
+                if file.name != "lock":
+                    file.unlink()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+        if not self.stages:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A file-backed tensor that keeps its values between runs."""
+        size = 1
+        for side in shape:
+            size *= side
+        file = self.directory / f"{name}.bin"
+        missing = size * dtype.itemsize - (file.stat().st_size if file.exists() else 0)
+        free = shutil.disk_usage(self.directory).free
+        if missing > free:
+            raise MachineLimit(
+                f"{file}: {missing:,} bytes are needed and {free:,} are free: use fewer samples or another output"
+            )
+        return torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
+
+    def finish_stage(self, name: str) -> None:
+        self.stages.append(name)
+        self._write()
+
+    def finish_block(self, index: int, record: dict[str, Any]) -> None:
+        self.finished[index] = record
+        self._write()
+
+    def remove(self) -> None:
+        """Forget everything: the scan is written."""
+        self.stages = []
+
+    def _write(self) -> None:
+        data = {"fingerprint": self._fingerprint, "stages": self.stages, "finished": self.finished}
+        new = self.directory / "journal.json.new"
+        with new.open("w", encoding="utf-8") as stream:
+            json.dump(data, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(self.directory / "journal.json")

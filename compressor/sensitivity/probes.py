@@ -1,0 +1,216 @@
+"""Second-order KL of weight errors, from random directions in logit space.
+
+For small changes Δz of the logits z, with p = softmax(z),
+
+    KL(p ‖ softmax(z + Δz)) ≈ ½ Δzᵀ F Δz,    F = diag(p) − p pᵀ,
+
+the Fisher information (equally the Gauss-Newton matrix of the KL). F = R Rᵀ with R = diag(√p) − p √pᵀ, so for
+a vector ε of independent signs E[(εᵀ Rᵀ Δz)²] = Δzᵀ F Δz. One backward pass from Rε gives its gradient
+δ at the output of every layer, and an error e of that output contributes a = Σ_t δ_t · e_t. Hence, from the
+same passes, for every plan whose errors are e_1, e_2, … (first order in each)
+
+    KL ≈ ½ E[(a_1 + a_2 + …)²]    summed over the tokens of a sequence.
+
+The products δ_t · e_t of single tokens are kept; :mod:`compressor.sensitivity.damage` makes scores of them.
+
+Signs instead of labels sampled from the model (the usual Fisher estimate) have the same mean; they
+also move every token by the same amount, where sampled labels leave confident tokens mostly at rest.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from compressor.calibration.stream import BlockCall, Stream, tail
+from compressor.errors import InputRefused
+from compressor.formats import Format, fake_quantize_activations
+from compressor.graph import ModelGraph, Skeleton, Unit
+
+Column = tuple[str, str]  # unit name, format name
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One unit in one format: ``errors`` holds ΔW [out, in] of each of its layers."""
+
+    unit: Unit
+    format: Format
+    errors: dict[str, Tensor]
+
+    @property
+    def column(self) -> Column:
+        return (self.unit.name, self.format.name)
+
+
+@dataclass
+class BlockProbes:
+    """What a block's candidates did to every token.
+
+    ``products`` [draws, n, length] holds δ_t · e_t, written in place; ``error`` and ``energy`` are Σ|e|² and
+    Σ|y|² over all tokens (y without bias), as 0-d tensors.
+    """
+
+    products: dict[Column, Tensor] = field(default_factory=dict)
+    error: dict[Column, Tensor] = field(default_factory=dict)
+    energy: dict[Column, Tensor] = field(default_factory=dict)
+
+
+def head_gradients(
+    skeleton: Skeleton, graph: ModelGraph, stream: Stream, number: int, final: Tensor, draws: int, seed: int
+) -> Tensor:
+    """Gradients of ``draws`` random directions at the last block's output, [draws, batch, length, hidden size].
+
+    ``final`` [batch, length, hidden size] is that output. Only positions that predict a real token count.
+    Directions depend on the seed and the batch's number only. Needs :func:`loaded_ends`.
+    """
+    final = final.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        logits = tail(skeleton, graph, stream, number, final)
+    scored = scored_positions(skeleton, stream)[stream.batches[number]].to(logits.device)
+    with torch.no_grad():
+        root = logits.detach().float().softmax(-1).sqrt_()
+        root[~scored] = 0
+    generator = torch.Generator(logits.device).manual_seed(seed * 1_000_003 + number)
+    gradients = []
+    for draw in range(draws):
+        signs = torch.randint(0, 2, root.shape, generator=generator, dtype=torch.int8, device=root.device)
+        direction = signs.to(root.dtype).mul_(2).sub_(1).mul_(root)  # √p ε
+        direction -= root.square() * direction.sum(-1, keepdim=True)  # (diag(√p) − p √pᵀ) ε
+        (gradient,) = torch.autograd.grad(
+            logits, final, direction.to(logits.dtype), retain_graph=draw < draws - 1
+        )
+        gradients.append(gradient.detach())
+    return torch.stack(gradients)
+
+
+def scored_positions(skeleton: Skeleton, stream: Stream) -> Tensor:
+    """Positions whose prediction is compared, bool [sequences, length]: those that predict a real next token,
+    or, in a model that is not causal, every real token."""
+    valid = stream.valid
+    if "CausalLM" not in type(skeleton.module).__name__ and "LMHead" not in type(skeleton.module).__name__:
+        return valid
+    scored = torch.zeros_like(valid)
+    scored[:, :-1] = valid[:, :-1] & valid[:, 1:]
+    return scored
+
+
+def score_batch(
+    stream: Stream,
+    block: nn.Module,
+    index: int,
+    number: int,
+    hidden: Tensor,
+    gradients: Tensor,
+    modules: dict[str, nn.Linear],
+    candidates: Sequence[Candidate],
+    into: BlockProbes,
+) -> Tensor:
+    """Score the candidates of ``block`` on one batch and return the gradients at the block's input.
+
+    ``hidden`` [batch, length, hidden size] is the block's input, ``gradients`` [draws, batch, length, hidden
+    size] those at its output (draws may be 0). ``modules`` are the block's layers by name. One output error is
+    alive at a time, so memory does not depend on the number of formats.
+    """
+    draws = len(gradients)
+    hidden = hidden.detach().clone().requires_grad_(draws > 0)
+    with torch.set_grad_enabled(draws > 0), _seen(modules) as seen:
+        call = _plain(stream.calls[number][index])
+        output = block(hidden, *call.args, **call.kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+    names = list(seen)
+    targets = [hidden, *(seen[name][1] for name in names)]
+    per_draw = [
+        torch.autograd.grad(output, targets, gradients[d].to(output.dtype), retain_graph=d < draws - 1)
+        for d in range(draws)
+    ]
+    batch = stream.batches[number]
+    padding = ~stream.valid[batch].to(hidden.device) if not bool(stream.valid[batch].all()) else None
+    with torch.no_grad():
+        # [batch, length, draws, out]: one small product for each token
+        at_output = {
+            name: torch.stack([g[1 + i] for g in per_draw], dim=-2) if draws else None
+            for i, name in enumerate(names)
+        }
+        for candidate in candidates:
+            _score(candidate, modules, seen, at_output, padding, batch, into)
+    return torch.stack([g[0] for g in per_draw]) if draws else gradients
+
+
+def _score(
+    candidate: Candidate,
+    modules: dict[str, nn.Linear],
+    seen: dict[str, tuple[Tensor, Tensor]],
+    at_output: dict[str, Tensor | None],
+    padding: Tensor | None,
+    batch: slice,
+    into: BlockProbes,
+) -> None:
+    column = candidate.column
+    products: Tensor | None = None
+    for name, delta in candidate.errors.items():
+        x, y = seen[name]
+        weight, bias = modules[name].weight, modules[name].bias
+        y = y if bias is None else y - bias
+        # The error itself, never a difference of two outputs: bf16 could not hold it.
+        rounded_x = fake_quantize_activations(x, candidate.format)
+        error = functional.linear(rounded_x, delta.to(x.device, non_blocking=True))
+        if candidate.format.activations is not None:
+            error += functional.linear(rounded_x - x, weight)
+        if padding is not None:
+            error[padding] = 0
+            y = y.masked_fill(padding[..., None], 0)
+        into.error[column] = into.error.get(column, 0) + error.float().square().sum()
+        into.energy[column] = into.energy.get(column, 0) + y.float().square().sum()
+        gradient = at_output[name]
+        if gradient is not None:
+            part = (gradient @ error[..., None])[..., 0].float()
+            products = part if products is None else products + part
+    if products is not None:
+        into.products[column][:, batch] = products.permute(2, 0, 1).to(into.products[column].device)
+
+
+@contextmanager
+def _seen(modules: dict[str, nn.Linear]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Input (detached) and output of each layer while its block runs inside."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if output.dim() != 3 or name in seen:
+                raise InputRefused(
+                    f"{name}: sees routed tokens or runs more than once in a block, which a scan does not support yet"
+                )
+            seen[name] = (args[0].detach(), output)
+
+        return note
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _plain(call: BlockCall) -> BlockCall:
+    """The call with tensors that autograd may keep: recorded ones belong to inference mode."""
+
+    def usable(value: object) -> object:
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+    return BlockCall(pytree.tree_map(usable, call.args), pytree.tree_map(usable, call.kwargs))
+
+
+def layers_by_name(block: nn.Module, path: str, units: tuple[Unit, ...]) -> dict[str, nn.Linear]:
+    """The modules of ``units`` in the block at ``path``, by layer name."""
+    found: dict[str, nn.Linear] = {}
+    for layer in (layer for unit in units for layer in unit.layers):
+        module = block.get_submodule(layer.name.removeprefix(f"{path}."))
+        assert isinstance(module, nn.Linear)
+        found[layer.name] = module
+    return found
