@@ -63,7 +63,7 @@ def _bytes(value: Tensor | TensorEntry) -> Iterator[memoryview]:
     if isinstance(value, TensorEntry):
         yield from read_range(value)
     elif value.numel():
-        yield memoryview(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+        yield value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_range(entry: TensorEntry) -> Iterator[memoryview]:

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from compressor.checkpoint.carried_files import carried_files
 from compressor.checkpoint.safetensors_file import write_safetensors
+from compressor.checkpoint.sidecar import SIDECAR
 from compressor.console import note
 from compressor.errors import InputRefused, MachineLimit, UsageError
 from compressor.sources.model import Source
 from compressor.sources.tensors import INDEX, SINGLE, TensorEntry, file_sha256, read_header, read_tensor
 
 MAX_SHARD_BYTES = 5_000_000_000
-SIDECAR = "compression.json"
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class CheckpointWriter:
         """Assemble the checkpoint and return the directory it is in, not published yet.
 
         Its tensors are the finished blocks' and the source's, less those named in ``replaced``, in shards of
-        at most 5 GB. ``config`` becomes ``config.json`` and ``sidecar`` ``compression.json``; the source's
-        other files are copied.
+        at most 5 GB. ``config`` becomes ``config.json`` and ``sidecar``, with the shards' hashes as ``files``,
+        ``compression.json``; the source's other files are copied.
         """
         source_path = source.path.resolve()
         if self.target.resolve() in (source_path, *source_path.parents):
@@ -137,14 +137,14 @@ class CheckpointWriter:
         with self._disk():
             shutil.rmtree(self._built, ignore_errors=True)
             self._built.mkdir()
-            _write_shards(self._built, tensors)
+            digests = _write_shards(self._built, tensors)
             for path in carried_files(source.path):
                 copy = self._built / path
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(source.path / path, copy)
                 _sync_file(copy)
             _write_json(self._built / "config.json", config)
-            _write_json(self._built / SIDECAR, sidecar)
+            _write_json(self._built / SIDECAR, {**sidecar, "files": digests})
             _sync_directory(self._built)
         return self._built
 
@@ -268,8 +268,11 @@ def _read_journal(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write_shards(directory: Path, tensors: dict[str, TensorEntry]) -> None:
-    """Write the tensors in the order of their names, as one file or as shards with an index."""
+def _write_shards(directory: Path, tensors: dict[str, TensorEntry]) -> dict[str, str]:
+    """Write the tensors in the order of their names, as one file or as shards with an index.
+
+    Returns the SHA-256 of each file.
+    """
     shards: list[dict[str, TensorEntry]] = [{}]
     size = 0
     for name in sorted(tensors, key=_natural):
@@ -279,15 +282,16 @@ def _write_shards(directory: Path, tensors: dict[str, TensorEntry]) -> None:
         shards[-1][name] = tensors[name]
         size += tensors[name].nbytes
     if len(shards) == 1:
-        write_safetensors(directory / SINGLE, shards[0])
-        return
-    weight_map = {}
+        return {SINGLE: write_safetensors(directory / SINGLE, shards[0])}
+    digests: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(directory / file, shard)
+        digests[file] = write_safetensors(directory / file, shard)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(entry.nbytes for entry in tensors.values())
     _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return digests
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,0 +1,64 @@
+"""Load a checkpoint in vLLM and generate greedily; run by an interpreter that has vLLM, not compressor.
+
+    python engine_vllm.py REQUEST.json REPORT.json
+
+The request holds ``model``, ``prompts`` (lists of token ids) and ``max_tokens``. The report says how far it
+got: ``stage`` is load, run or done; ``error`` what stopped it; ``no_kernel`` whether that was only a missing
+kernel for this processor; ``tokens`` what was generated.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+# In this process, so that an error arrives with its cause instead of as "engine core failed".
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def serve(request: dict[str, Any], report: dict[str, Any]) -> None:
+    import vllm
+    from vllm.inputs import TokensPrompt
+
+    report["engine"] = f"vllm {vllm.__version__}"
+    longest = max(len(prompt) for prompt in request["prompts"]) + request["max_tokens"]
+    engine = vllm.LLM(model=request["model"], enforce_eager=True, max_model_len=longest, seed=0)
+    report["stage"] = "run"
+    report["dtype"] = str(engine.llm_engine.model_config.dtype).removeprefix("torch.")
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in request["prompts"]]
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    report["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
+    report["stage"] = "done"
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as stream:
+        request = json.load(stream)
+    report: dict[str, Any] = {"stage": "load", "no_kernel": False}
+    try:
+        serve(request, report)
+    except Exception as error:
+        report["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        # An engine may warm up while it starts: by then the weights were loaded.
+        if any(
+            frame.name in ("profile_run", "_dummy_run") for frame in traceback.extract_tb(error.__traceback__)
+        ):
+            report["stage"] = "run"
+        # vLLM calls kernels as torch operators, which a build for another processor does not register.
+        missing = isinstance(error, AttributeError) and "_OpNamespace" in str(error)
+        report["no_kernel"] = missing or isinstance(error, NotImplementedError)
+        traceback.print_exc()
+    with open(sys.argv[2], "w", encoding="utf-8") as stream:
+        json.dump(report, stream)
+    sys.stdout.flush()
+    os._exit(0)  # the report is written; an engine's shutdown may hang
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The proof by transformers: what a fresh process loads is what was written, weight for weight, and answers alike."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from compressor.checkpoint.artifact import Artifact
+from compressor.checkpoint.engine_transformers import answers, digest
+from compressor.checkpoint.file_checks import Failed, Skipped, decoded, plan_of
+from compressor.errors import MachineLimit
+from compressor.formats import Format, fake_quantize_activations
+from compressor.sources.builtin_text import builtin_text
+from compressor.sources.tensors import read_header, read_tensor
+
+_TIMEOUT = 3600  # seconds
+
+# Where inputs are quantized, a value on the edge between two codes falls on either side of it by the last
+# bit of a sum, and moves what follows by a step. Shares of the logits' standard deviation.
+_ACTIVATION_TOLERANCE = 0.05
+# The probe is computed block by block, which sums in another order.
+_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """What transformers made of the checkpoint: see ``engine_transformers``."""
+
+    report: dict[str, Any]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Reload:
+    """One checkpoint, loaded by transformers on one side and decoded here on the other, each at most once."""
+
+    artifact: Artifact
+    trust_remote_code: bool
+
+    @cached_property
+    def sequences(self) -> list[list[int]]:
+        return token_sequences(self.artifact, self.trust_remote_code, count=2, length=64)
+
+    @cached_property
+    def theirs(self) -> Reloaded:
+        _require_memory(self.artifact)
+        return load_in_transformers(self.artifact.path, self.sequences, self.trust_remote_code)
+
+    @cached_property
+    def ours(self) -> nn.Module:
+        return dense_model(self.artifact, self.theirs.report)
+
+
+def check_reloaded_weights(reload: Reload) -> str:
+    """Every weight that transformers holds after decompression is, bit for bit, what the stored bytes mean."""
+    artifact, report = reload.artifact, reload.theirs.report
+    dtype = getattr(torch, report["dtype"])
+    held: dict[str, str] = report["weights"]
+    prefix = report["prefix"]
+
+    def of(name: str) -> str | None:
+        return held.get(name) or held.get(f"{prefix}.{name}") or held.get(name.removeprefix(f"{prefix}."))
+
+    layers = others = 0
+    for layer, fmt in artifact.formats.items():
+        if fmt is None:
+            continue
+        if of(f"{layer}.weight") != digest(decoded(artifact, layer).dequantize(dtype)):
+            raise Failed(f"{layer}: transformers decodes it to other weights than are stored")
+        layers += 1
+    for name, entry in artifact.tensors.items():
+        if name.rpartition(".")[0] in artifact.formats or of(name) is None:
+            continue
+        if of(name) != digest(read_tensor(entry).to(dtype)):
+            raise Failed(f"{name}: transformers loads other values than are stored")
+        others += 1
+    return f"{layers} layers and {others} other tensors equal in {report['engine']}"
+
+
+def check_reloaded_outputs(reload: Reload) -> str:
+    """The model that transformers loads answers as the stored bytes decoded here do.
+
+    Both compute in fp32 with weights rounded to the model's dtype. Equal bits are demanded where only
+    weights are quantized; where inputs are too, a largest difference of 5 % of the logits' standard
+    deviation and the same first choice for 98 % of tokens.
+    """
+    theirs = reload.theirs.outputs
+    ours = answers(reload.ours, reload.sequences)
+    tokens = sum(len(ids) for ids in reload.sequences)
+    difference = max(float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True))
+    if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
+        return f"{tokens} tokens: identical"
+    spread = float(torch.cat(ours).std())
+    line = f"{tokens} tokens: largest difference {difference:.2g}, {difference / spread:.2g} of the logits' deviation"
+    if not _quantizes_inputs(reload.artifact):
+        raise Failed(f"{line}, where they should be identical")
+    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(theirs, ours, strict=True)) / tokens
+    line += (
+        f", same first choice for {same:.1%} (inputs are quantized; allowed {_ACTIVATION_TOLERANCE} and 98 %)"
+    )
+    if not difference <= _ACTIVATION_TOLERANCE * spread or same < 0.98:
+        raise Failed(line)
+    return line
+
+
+def check_probe(reload: Reload) -> str:
+    """The stored bytes answer as the fake-quantized model in memory did, when it was quantized."""
+    probe = plan_of(reload.artifact).probe
+    if probe is None:
+        raise Skipped("compression.json holds no probe")
+    answer = answers(reload.ours, [probe.input_ids])[0][probe.positions]
+    stated = torch.tensor(probe.top_logits)
+    found = answer.gather(-1, torch.tensor(probe.top_ids))
+    difference = max(
+        float((found - stated).abs().max()),
+        float((answer.logsumexp(-1) - torch.tensor(probe.logsumexp)).abs().max()),
+    )
+    spread = float(answer.std())
+    share = difference / spread
+    allowed = _PROBE_TOLERANCE.get(probe.dtype, _PROBE_TOLERANCE["bfloat16"])
+    if _quantizes_inputs(reload.artifact):
+        allowed = max(allowed, _ACTIVATION_TOLERANCE)
+    line = f"{len(probe.positions)} positions: largest difference {share:.2g} of the logits' deviation (allowed {allowed})"
+    if not share <= allowed:
+        raise Failed(line)
+    return line
+
+
+def load_in_transformers(
+    path: Path,
+    sequences: list[list[int]],
+    trust_remote_code: bool,
+    *,
+    dtype: str = "auto",
+    upcast: bool = True,
+) -> Reloaded:
+    """Run ``engine_transformers`` in a fresh process. Raises Failed when it cannot load or run the checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="compressor-") as name:
+        directory = Path(name)
+        request = {
+            "model": str(path.resolve()),
+            "input_ids": sequences,
+            "trust_remote_code": trust_remote_code,
+            "dtype": dtype,
+            "upcast": upcast,
+            "threads": torch.get_num_threads(),
+        }
+        (directory / "request.json").write_text(json.dumps(request), "utf-8")
+        package = str(Path(__file__).parents[2])
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "compressor.checkpoint.engine_transformers", "request.json", "."]
+        errors = run_process(command, directory, environment)
+        try:
+            report = json.loads((directory / "report.json").read_text("utf-8"))
+        except OSError:
+            raise Failed(f"transformers: the process ended without a report: {errors}") from None
+        if "error" in report:
+            raise Failed(f"transformers: {report['error']}")
+        entries, _ = read_header(directory / "outputs.safetensors")
+        return Reloaded(report, [read_tensor(entries[str(i)]) for i in range(len(sequences))])
+
+
+def run_process(command: list[str], directory: Path, environment: dict[str, str]) -> str:
+    """Run an engine in ``directory`` and return the last line it wrote to standard error.
+
+    Raises Failed when it does not end in an hour, MachineLimit when it cannot be started.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{command[0]}: did not end in {_TIMEOUT} s") from None
+    except OSError as error:
+        raise MachineLimit(f"{command[0]}: cannot be run ({error.strerror})") from None
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:300] if lines else f"exit status {done.returncode}"
+
+
+def dense_model(artifact: Artifact, report: dict[str, Any]) -> nn.Module:
+    """The model with the stored bytes decoded here, in fp32, with inputs quantized where the format says so.
+
+    Weights are rounded to the model's dtype first, as an engine holds them.
+    """
+    import transformers
+
+    from compressor.evaluation.load import quiet
+
+    model_class = getattr(transformers, report["class"], None)
+    if model_class is None:
+        raise Skipped(f"{report['class']} is the checkpoint's own code")
+    if None in artifact.formats.values():
+        raise Skipped("some layers have schemes without a name here")
+    dtype = getattr(torch, report["dtype"])
+    weights = {}
+    for name, entry in artifact.tensors.items():
+        layer, _, leaf = name.rpartition(".")
+        if layer not in artifact.formats or leaf == "bias":
+            weights[name] = read_tensor(entry)
+    for layer in artifact.formats:
+        weights[f"{layer}.weight"] = decoded(artifact, layer).dequantize(dtype)
+    config = transformers.AutoConfig.from_pretrained(artifact.path)
+    del config.quantization_config
+    with quiet():
+        model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    model = model.eval().float()
+    for layer, fmt in artifact.formats.items():
+        if fmt is not None and fmt.activations is not None:
+            _module(model, layer).register_forward_pre_hook(_quantize_input(fmt))
+    return model
+
+
+def token_sequences(
+    artifact: Artifact, trust_remote_code: bool, *, count: int, length: int
+) -> list[list[int]]:
+    """``count`` sequences of built-in text in the checkpoint's own tokens, or of arbitrary tokens if it has no
+    tokenizer; shorter than ``length`` where the model's positions end before."""
+    from transformers import AutoTokenizer
+
+    text_config = artifact.config.get("text_config", artifact.config)
+    limit = text_config.get("max_position_embeddings") or length
+    length = max(4, min(length, limit // 2))
+    vocabulary = text_config.get("vocab_size")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(artifact.path, trust_remote_code=trust_remote_code)
+        texts = [document.text for document in builtin_text("test") if len(document.text) > 8 * length]
+        sequences = [tokenizer(text)["input_ids"][:length] for text in texts[:count]]
+        if len(sequences) == count and all(sequences) and max(map(max, sequences)) < vocabulary:
+            return sequences
+    except Exception:  # whatever is wrong with the tokenizer, weights can be compared without it
+        pass
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
+
+
+def _quantizes_inputs(artifact: Artifact) -> bool:
+    return any(fmt is not None and fmt.activations is not None for fmt in artifact.formats.values())
+
+
+def _quantize_input(fmt: Format) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    return lambda _, args: (fake_quantize_activations(args[0], fmt), *args[1:])
+
+
+def _module(model: nn.Module, layer: str) -> nn.Module:
+    prefix = getattr(model, "base_model_prefix", "")
+    modules = dict(model.named_modules())
+    names = (layer, f"{prefix}.{layer}", layer.removeprefix(f"{prefix}."))
+    return next(modules[name] for name in names if name in modules)
+
+
+def _require_memory(artifact: Artifact) -> None:
+    """Raise Skipped when the fp32 model of one process does not fit."""
+    parameters = sum(
+        e.numel for n, e in artifact.tensors.items() if n.rpartition(".")[0] not in artifact.formats
+    )
+    for layer in artifact.formats:
+        entries = artifact.by_layer[layer]
+        if "weight" in entries:
+            parameters += entries["weight"].numel
+        elif "weight_shape" in entries:
+            parameters += int(read_tensor(entries["weight_shape"]).prod())
+    needed = 7 * parameters + 10**9  # the compressed and the decompressed model exist together for a moment
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise Skipped(f"needs about {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free")
