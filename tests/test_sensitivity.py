@@ -155,11 +155,15 @@ def test_encoder_without_head_is_refused_with_advice(tmp_path: Path) -> None:
     assert all(u.formats["w4g32"].damage > 10 * u.formats["w8"].damage > 0 for u in result.units)
 
 
-def test_concert_ratio_is_pooled_by_kind() -> None:
+def test_concert_ratio_shrinks_to_its_kind_by_the_share_of_noise() -> None:
     tokens = torch.tensor([1.0, 2.0, 4.0, 0.0], dtype=torch.float64)
     sequences = torch.tensor([2.0, 8.0, 4.0, 0.0], dtype=torch.float64)
-    ratio = concert_ratio(tokens, sequences, ["a", "a", "b", "b"])
+    spread = float(torch.tensor([2.0, 4.0]).log().var())
+    noise = 2 / spread  # samples at which all of the scatter is noise
+    ratio = concert_ratio(tokens, sequences, ["a", "a", "b", "b"], int(noise))
     assert ratio.tolist() == pytest.approx([8**0.5, 8**0.5, 1.0, 1.0])
+    ratio = concert_ratio(tokens, sequences, ["a", "a", "b", "b"], 10**9)
+    assert ratio.tolist() == pytest.approx([2.0, 4.0, 1.0, 1.0])
 
 
 def test_low_rank_keeps_a_low_rank_matrix() -> None:

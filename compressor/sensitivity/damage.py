@@ -3,8 +3,8 @@
 The unbiased estimate, ½ E[(Σ_t δ_t · e_t)²] over sequences, sums over all pairs of tokens; nearly all of
 those pairs are noise. Keeping only the pairs of a token with itself gives thousands of samples in place of dozens, at
 the price of a bias: what an error at one position does to later ones in concert is left out. How much that is
-depends mostly on a unit's kind (attention projections act in concert, others hardly), so each kind's ratio of
-the two estimates, pooled over its units, corrects it. ``benchmarks.md`` shows the three against measured KL.
+depends mostly on a unit's kind (attention projections act in concert, others hardly). So the ratio of the two
+estimates is shrunk towards the mean of its kind by as much as its scatter is sampling noise, and multiplies the second.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,9 @@ def from_products(products: Mapping[Column, Tensor], kinds: Mapping[str, str], t
     by_token = torch.stack([products[c].double().square().sum((0, 2)) for c in columns])  # [columns, n]
     by_sequence = torch.stack([products[c].double().sum(2).square().sum(0) for c in columns])
     scale = 0.5 / (draws * tokens)
-    ratio = concert_ratio(by_token.sum(1), by_sequence.sum(1), [kinds[name] for name, _ in columns])
+    ratio = concert_ratio(
+        by_token.sum(1), by_sequence.sum(1), [kinds[name] for name, _ in columns], n * draws
+    )
     damage = scale * ratio * by_token.sum(1)
     stderr = scale * ratio * by_token.std(1) * n**0.5 if n > 1 else torch.full_like(damage, float("nan"))
 
@@ -54,18 +56,23 @@ def from_products(products: Mapping[Column, Tensor], kinds: Mapping[str, str], t
     )
 
 
-def concert_ratio(by_token: Tensor, by_sequence: Tensor, kinds: list[str]) -> Tensor:
-    """Ratio of the per-sequence to the per-token estimate, pooled over the columns of each kind, [columns].
+def concert_ratio(by_token: Tensor, by_sequence: Tensor, kinds: list[str], samples: int) -> Tensor:
+    """Ratio of the per-sequence to the per-token estimate for each column, shrunk, [columns].
 
-    Columns enter by the logarithm of their ratio, so that no fragile unit or coarse format dominates.
+    In logarithms, a column's ratio moves to the mean of its kind by the share of the kind's variance that
+    sampling explains (James-Stein): a mean of ``samples`` squares of normal variables has the log
+    variance 2 / samples.
     """
     ratio = torch.ones_like(by_token)
     for kind in dict.fromkeys(kinds):
         members = torch.tensor([i for i, k in enumerate(kinds) if k == kind])
         usable = members[(by_token[members] > 0) & (by_sequence[members] > 0)]
-        if len(usable):
-            logs = (by_sequence[usable] / by_token[usable]).log()
-            ratio[members] = logs.mean().exp()
+        if not len(usable):
+            continue
+        logs = (by_sequence[usable] / by_token[usable]).log()
+        spread = float(logs.var()) if len(usable) > 1 else 0.0
+        real = max(0.0, 1 - 2 / samples / spread) if spread > 0 else 0.0
+        ratio[usable] = (logs.mean() + real * (logs - logs.mean())).exp()
     return ratio
 
 

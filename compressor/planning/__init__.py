@@ -1,0 +1,1 @@
+"""From a scan and a budget to a plan."""
