@@ -51,10 +51,21 @@ class Reload:
     def sequences(self) -> list[list[int]]:
         return token_sequences(self.artifact, self.trust_remote_code, count=2, length=64)
 
-    @cached_property
+    @property
     def theirs(self) -> Reloaded:
-        _require_memory(self.artifact)
-        return load_in_transformers(self.artifact.path, self.sequences, self.trust_remote_code)
+        """What transformers loaded. Raises Failed or Skipped."""
+        if isinstance(self._attempt, Exception):
+            raise self._attempt
+        return self._attempt
+
+    @cached_property
+    def _attempt(self) -> Reloaded | Failed | Skipped:
+        # A failure is remembered too: the process is started once, however many checks ask.
+        try:
+            _require_memory(self.artifact)
+            return load_in_transformers(self.artifact.path, self.sequences, self.trust_remote_code)
+        except (Failed, Skipped) as reason:
+            return reason
 
     @cached_property
     def ours(self) -> nn.Module:
