@@ -7,10 +7,6 @@ import typer
 from rich.table import Table
 
 from compressor.console import out
-from compressor.engines import ENGINES, check
-from compressor.formats import parse_format
-from compressor.graph import build_skeleton, discover
-from compressor.sources.model import open_model
 
 _FORMATS = ("w4g128", "w4g64", "w4g32", "w8", "w8a8", "fp8")
 
@@ -24,6 +20,11 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Show a model's units, shapes and sizes, and which formats each engine can load."""
+    from compressor.engines import ENGINES, check
+    from compressor.formats import parse_format
+    from compressor.graph import build_skeleton, discover
+    from compressor.sources.model import open_model
+
     source = open_model(model, revision=revision, trust_remote_code=trust_remote_code, allow_quantized=True)
     if source.quantized:
         _print_quantized(source.config, len(source.tensors), as_json)

@@ -88,7 +88,7 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     if err.is_terminal:
-        err.print(f"[bold red]error[/bold red] ", end="")
+        err.print("[bold red]error[/bold red] ", end="")
         err.print(message, markup=False, highlight=False, soft_wrap=True)
     else:
         print(f"error: {message}", file=sys.stderr)

@@ -3,16 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from compressor.console import note, out
-from compressor.pipelines.estimate import Estimate, estimate
-from compressor.pipelines.quantize import Job, prepare, refuse_existing
-from compressor.pipelines.quantize import quantize as run_quantize
-from compressor.recipes import build_recipe
+
+if TYPE_CHECKING:  # torch is only imported once a command runs, so that help is instant
+    from compressor.pipelines.estimate import Estimate
+    from compressor.pipelines.quantize import Job
 
 _WHAT, _HOW, _DATA, _RUN, _MODEL = "What to quantize", "Rounding", "Calibration data", "Run", "Model"
 
@@ -204,6 +204,11 @@ def quantize(
 
     Example: [bold]compressor quantize ./my-model -o ./my-model-w4 --scheme w4g64 --data notes.txt[/bold]
     """
+    from compressor.pipelines.estimate import estimate
+    from compressor.pipelines.quantize import prepare, refuse_existing
+    from compressor.pipelines.quantize import quantize as run_quantize
+    from compressor.recipes import build_recipe
+
     resolved = build_recipe(
         recipe,
         {
@@ -261,7 +266,7 @@ def quantize(
     )
 
 
-def _show_estimate(job: Job, cost: Estimate, as_json: bool) -> None:
+def _show_estimate(job: "Job", cost: "Estimate", as_json: bool) -> None:
     if as_json:
         print(json.dumps({"plan": job.plan.model_dump(mode="json"), "estimate": asdict(cost)}, indent=2))
         return

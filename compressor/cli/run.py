@@ -7,9 +7,6 @@ from typing import Annotated
 import typer
 
 from compressor.console import note, out
-from compressor.pipelines.run import run_recipe
-from compressor.recipes import build_recipe
-from compressor.reports.terminal import print_report
 
 
 def run(
@@ -34,6 +31,10 @@ def run(
     The run directory gets checkpoint/, report.json and report.md. A run that was interrupted goes on
     where it stopped.
     """
+    from compressor.pipelines.run import run_recipe
+    from compressor.recipes import build_recipe
+    from compressor.reports.terminal import print_report
+
     resolved = build_recipe(recipe, {"output": output, "model": model, "device": device, "seed": seed})
     report = run_recipe(resolved, command="run", overwrite=overwrite, dry_run=dry_run)
     if report is None:

@@ -19,6 +19,8 @@ from compressor import __version__
 from compressor.calibration.block import calibrate_block
 from compressor.calibration.stream import Stream, advance, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
+from compressor.checkpoint.coverage import coverage
+from compressor.checkpoint.sidecar import CoverageFacts
 from compressor.checkpoint.verify import Check, verify
 from compressor.checkpoint.writer import CheckpointWriter
 from compressor.console import note, steps, warn
@@ -37,6 +39,7 @@ from compressor.graph import (
     unload,
 )
 from compressor.graph.assign import uniform_plan
+from compressor.planning.check import check_plan
 from compressor.plans import Plan, read_plan
 from compressor.recipes import QuantizeRecipe, Recipe
 from compressor.rounding.unit import round_unit
@@ -59,6 +62,7 @@ class Job:
     tokens: TokenSet | None
     device: torch.device
     compute_dtype: torch.dtype
+    coverage: CoverageFacts
     warnings: tuple[str, ...]
 
     def format_of(self, name: str) -> Format:
@@ -101,7 +105,7 @@ def prepare(recipe: Recipe) -> Job:
     skeleton = build_skeleton(source)
     graph = discover(skeleton)
     if settings.plan is not None:
-        plan = _matching_plan(settings.plan, graph)
+        plan = check_plan(settings.plan, read_plan(settings.plan), graph, settings.engine)
     else:
         plan = uniform_plan(
             skeleton,
@@ -116,6 +120,14 @@ def prepare(recipe: Recipe) -> Job:
             f"{recipe.model}: the plan quantizes no layer: change the scheme, the plan or --ignore"
         )
     _check_engine(settings, graph, plan)
+
+    covered = coverage(skeleton, graph, plan.quantized(), {n: a.reason for n, a in plan.kept().items()})
+    if covered.ratio < settings.min_coverage:
+        left = next(iter(covered.uncovered.items()), ("nothing", ""))
+        raise VerificationFailed(
+            f"{recipe.model}: only {100 * covered.ratio:.1f} % of the eligible parameters would be quantized, and "
+            f"min_coverage is {100 * settings.min_coverage:g} %: first left out is {left[0]} ({left[1]})"
+        )
 
     warnings = _fallbacks(plan)
     tokens = None
@@ -134,7 +146,7 @@ def prepare(recipe: Recipe) -> Job:
     device = choose_device(recipe.device)
     # Half precision is slow on CPUs without matrix units and adds error everywhere: use it on GPUs only.
     compute_dtype = torch.float32 if device.type == "cpu" else skeleton.dtype
-    return Job(source, skeleton, graph, plan, tokens, device, compute_dtype, tuple(warnings))
+    return Job(source, skeleton, graph, plan, tokens, device, compute_dtype, covered, tuple(warnings))
 
 
 def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) -> Quantized:
@@ -333,6 +345,7 @@ def _probe(job: Job, stream: Stream, skip: bool) -> dict[str, Any] | None:
         "top_ids": top.indices.tolist(),
         "top_logits": top.values.tolist(),
         "logsumexp": answer[positions].logsumexp(-1).tolist(),
+        "dtype": str(job.compute_dtype).removeprefix("torch."),
     }
 
 
@@ -359,43 +372,7 @@ def _sidecar(
         "calibration": data_report(job),
         "layers": [{k: v for k, v in record.items() if k != "seconds"} for record in records],
         "probe": probe,
-        "coverage": coverage(job),
-    }
-
-
-def coverage(job: Job) -> dict[str, Any]:
-    """Quantized parameters over eligible ones: every stored matrix but the embeddings and the head.
-
-    ``uncovered`` names the eligible matrices that stay as they are, with the reason.
-    """
-    quantized = set(job.plan.quantized())
-    exempt = {job.graph.embedding, job.graph.head}
-    eligible, covered = 0, 0
-    uncovered: dict[str, str] = {}
-    for name, entry in job.skeleton.stored.items():
-        module = name.rpartition(".")[0]
-        if len([size for size in entry.shape if size > 1]) < 2 or module in exempt:
-            continue
-        owner = job.skeleton.module.get_submodule(module)
-        if isinstance(owner, torch.nn.Embedding):
-            continue
-        eligible += entry.numel
-        if module in quantized and name.endswith(".weight"):
-            covered += entry.numel
-        else:
-            assignment = job.plan.layers.get(module)
-            reason = assignment.reason if assignment else None
-            uncovered[name] = reason or "not a linear layer that compressor knows"
-    for name in job.skeleton.unused:
-        entry = job.source.tensors[name]
-        if len(entry.shape) >= 2 and entry.torch_dtype.is_floating_point:
-            eligible += entry.numel
-            uncovered[name] = "unknown to the model class"
-    return {
-        "quantized_parameters": covered,
-        "eligible_parameters": eligible,
-        "ratio": covered / eligible if eligible else 0.0,
-        "uncovered": uncovered,
+        "coverage": job.coverage.model_dump(),
     }
 
 
@@ -456,10 +433,6 @@ def _check_length(skeleton: Skeleton, tokens: TokenSet) -> None:
         raise UsageError(
             f"calibration.sequence_length {length} is longer than the model's max_position_embeddings {limit}"
         )
-
-
-def _matching_plan(file: Path, graph: ModelGraph) -> Plan:
-    return check_plan(file, read_plan(file), graph)
 
 
 def _fallbacks(plan: Plan) -> list[str]:

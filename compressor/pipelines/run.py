@@ -98,6 +98,7 @@ def _evaluation_settings(recipe: Recipe, evaluate: EvaluateRecipe) -> Settings:
         data=evaluate.data,
         column=evaluate.column,
         split=evaluate.split,
+        packing=evaluate.packing,
         samples=evaluate.samples,
         sequence_length=evaluate.sequence_length,
         batch_size=evaluate.batch_size,
