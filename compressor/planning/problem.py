@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from compressor.engines import check as check_engine
 from compressor.errors import UsageError
-from compressor.formats import Format, parse_format
+from compressor.formats import parse_format
+from compressor.graph import Linear
 from compressor.sensitivity.schema import Sensitivity, UnitScores
 
 Floats = NDArray[np.float64]
@@ -57,15 +59,19 @@ class Problem:
 class Rules:
     """What the user demands: each pattern is a unit or layer name, a glob, or a regular expression after ``re:``.
 
-    ``pins`` fix a format, ``forbids`` exclude one, ``floors`` set the fewest bits per weight.
+    ``pins`` fix a format, ``forbids`` exclude one, ``floors`` set the fewest bits per weight, and ``engine`` excludes
+    what it cannot load.
     """
 
     pins: tuple[tuple[str, str], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()
     floors: tuple[tuple[str, float], ...] = ()
+    engine: str | None = None
 
 
-def parse_rules(pins: Sequence[str], forbids: Sequence[str], floors: Sequence[str]) -> Rules:
+def parse_rules(
+    pins: Sequence[str], forbids: Sequence[str], floors: Sequence[str], engine: str | None = None
+) -> Rules:
     """Rules from ``PATTERN=VALUE`` options. Raises UsageError naming the option."""
 
     def split(option: str, text: str) -> tuple[str, str]:
@@ -89,6 +95,7 @@ def parse_rules(pins: Sequence[str], forbids: Sequence[str], floors: Sequence[st
         tuple(named("--pin", text) for text in pins),
         tuple(named("--forbid", text) for text in forbids),
         tuple(bits(text) for text in floors),
+        engine,
     )
 
 
@@ -98,7 +105,10 @@ def allowed_formats(scan: Sensitivity, rules: Rules) -> dict[str, list[str]]:
     Raises UsageError for a rule that matches nothing, pins that contradict each other, a format that was
     not scanned, and a unit that is left without a format.
     """
-    allowed = {unit.name: list(unit.formats) for unit in scan.units}
+    allowed = {
+        unit.name: [name for name in unit.formats if not _problem(unit, name, rules.engine)]
+        for unit in scan.units
+    }
     pinned: dict[str, tuple[str, str]] = {}
     for pattern, name in rules.pins:
         for unit in _matching(scan, "--pin", pattern):
@@ -110,6 +120,10 @@ def allowed_formats(scan: Sensitivity, rules: Rules) -> dict[str, list[str]]:
                 other = "=".join(pinned[unit.name])
                 raise UsageError(f"--pin {pattern}={name}: {unit.name} is already pinned by {other}")
             pinned[unit.name] = (pattern, name)
+            if problem := _problem(unit, name, rules.engine):
+                raise UsageError(
+                    f"--pin {pattern}={name}: {rules.engine} cannot load {name} for {unit.name}: {problem}"
+                )
             allowed[unit.name] = [name]
     for pattern, name in rules.forbids:
         for unit in _matching(scan, "--forbid", pattern):
@@ -123,6 +137,15 @@ def allowed_formats(scan: Sensitivity, rules: Rules) -> dict[str, list[str]]:
                 f"{unit_name}: the pins, forbids and floors leave it no format: relax one of them"
             )
     return allowed
+
+
+def _problem(unit: UnitScores, name: str, engine: str | None) -> str:
+    """Why ``engine`` cannot load the unit in this format; empty if it can."""
+    if engine is None:
+        return ""
+    layers = [Linear(layer.name, layer.out_features, layer.in_features, False) for layer in unit.layers]
+    problems = check_engine(engine, layers, parse_format(name))
+    return problems[0].reason if problems else ""
 
 
 def _matching(scan: Sensitivity, option: str, pattern: str) -> list[UnitScores]:
@@ -144,8 +167,3 @@ def _matching(scan: Sensitivity, option: str, pattern: str) -> list[UnitScores]:
         example = scan.units[0].name
         raise UsageError(f"{option} {pattern}: matches no unit of the scan; names look like {example}")
     return found
-
-
-def bits_per_weight(fmt: Format, size: int, numel: int) -> float:
-    """Stored bits of a unit per weight, scales included."""
-    return 16.0 if not fmt.quantized else 8 * size / numel

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,9 +52,7 @@ def measure_units(
         ]
         for index in wanted:
             record = []
-            for candidate, modules in _candidates(job, stream, blocks[index], index, hidden[index]):
-                if only is not None and candidate.column not in only:
-                    continue
+            for candidate, modules in _candidates(job, stream, blocks[index], index, hidden[index], only):
                 kl = []
                 with applied(candidate, modules):
                     for number, batch in enumerate(stream.batches):
@@ -80,7 +79,12 @@ def measure_units(
 
 
 def _candidates(
-    job: "ScanJob", stream: Stream, block: nn.Module, index: int, hidden: Tensor
+    job: "ScanJob",
+    stream: Stream,
+    block: nn.Module,
+    index: int,
+    hidden: Tensor,
+    only: frozenset[tuple[str, str]] | None,
 ) -> Iterator[tuple[Candidate, dict[str, nn.Linear]]]:
     units = job.graph.units_of(index)
     modules = layers_by_name(block, job.graph.blocks[index], units)
@@ -89,6 +93,8 @@ def _candidates(
         moments = input_moments(stream, block, index, hidden, units, modules)
     for unit in units:
         for fmt in job.formats[unit.name]:
+            if only is not None and (unit.name, fmt.name) not in only:
+                continue
             made = candidates_of(
                 unit,
                 modules,
@@ -100,7 +106,35 @@ def _candidates(
             yield made[0], modules
 
 
-def _stream(job: "ScanJob") -> Stream:
+def measure_selected(
+    job: "ScanJob", only: frozenset[tuple[str, str]], workdir: Path
+) -> dict[tuple[str, str], float]:
+    """Measured KL in nats per token of single units × formats; working files lie in ``workdir`` meanwhile."""
+    stream = stream_of(job)
+    tokens = int(scored_positions(job.skeleton, stream).sum())
+    with Journal(workdir / "units", {"only": sorted(only)}) as journal:
+        hidden = journal.tensor("hidden", (len(job.graph.blocks) + 1, *stream.hidden.shape), job.dtype)
+        for index, path in enumerate(job.graph.blocks):
+            hidden[index] = stream.hidden
+            block = load(job.skeleton, path, dtype=job.dtype, device=job.device)
+            advance(stream, block, index)
+            unload(block)
+        hidden[-1] = stream.hidden
+        records = measure_units(job, stream, journal, hidden, only)
+        journal.remove()
+    entries = [entry for record in records.values() for entry in record["candidates"]]
+    return {(e["column"][0], e["column"][1]): sum(e["kl"]) / tokens for e in entries}
+
+
+def stream_of(job: "ScanJob") -> Stream:
+    """The job's tokens before the first block, in batches whose logits (about five fp32 copies of them are alive
+    in the head) and whose activations inside a block stay below the job's memory."""
+    limit = int(job.settings.memory * 2**30)
+    sequences, length = job.tokens.input_ids.shape
+    vocabulary = getattr(job.skeleton.config.get_text_config(), "vocab_size", 1) if job.graph.head else 1
+    widest = max(max(layer.out_features, layer.in_features) for layer in job.graph.layers)
+    per_sequence = length * max(6 * widest * job.dtype.itemsize, 20 * vocabulary)
+    rows = max(1, min(sequences, limit // per_sequence))
     return open_stream(
         job.skeleton,
         job.graph,
@@ -108,7 +142,7 @@ def _stream(job: "ScanJob") -> Stream:
         job.tokens.attention_mask,
         dtype=job.dtype,
         device=job.device,
-        batch_bytes=int(job.settings.memory * 2**30),
+        batch_bytes=rows * length * 6 * widest * job.dtype.itemsize,
     )
 
 
@@ -121,7 +155,7 @@ def measure_plan(job: "ScanJob", plan: Mapping[str, str], baseline: Tensor | Non
     if baseline is None:
         baseline = last_hidden(job)
     final = last_hidden(job, plan)
-    stream = _stream(job)
+    stream = stream_of(job)
     scored = scored_positions(job.skeleton, stream)
     kl: list[float] = []
     with loaded_ends(job.skeleton, job.graph, dtype=job.dtype, device=job.device), torch.inference_mode():
@@ -134,7 +168,7 @@ def measure_plan(job: "ScanJob", plan: Mapping[str, str], baseline: Tensor | Non
 
 def last_hidden(job: "ScanJob", plan: Mapping[str, str] | None = None) -> Tensor:
     """The last block's output [n, T, H] under ``plan`` (unit name to format name), or of the original."""
-    stream = _stream(job)
+    stream = stream_of(job)
     with steps("forward", len(job.graph.blocks)) as progress:
         for index, path in enumerate(job.graph.blocks):
             block = load(job.skeleton, path, dtype=job.dtype, device=job.device)

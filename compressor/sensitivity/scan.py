@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressor import __version__
-from compressor.calibration.stream import Stream, advance, loaded_ends, open_stream
+from compressor.calibration.stream import Stream, advance, loaded_ends
 from compressor.checkpoint.compressed_tensors import scale_dtype
 from compressor.console import steps, warn
 from compressor.errors import InputRefused, UsageError
@@ -24,7 +24,7 @@ from compressor.rounding.unit import Method
 from compressor.sensitivity.candidates import candidates_of, formats_of_units, input_moments, weight_error
 from compressor.sensitivity.damage import Damages, from_measurements, from_output_errors, from_products
 from compressor.sensitivity.journal import Journal
-from compressor.sensitivity.measured import measure_units
+from compressor.sensitivity.measured import measure_units, stream_of
 from compressor.sensitivity.probes import (
     BlockProbes,
     Column,
@@ -139,15 +139,7 @@ def scan(job: ScanJob, output: Path) -> Sensitivity:
         "".join(file_sha256(file) for file in job.source.weight_files).encode()
     ).hexdigest()
     with Journal(output, _fingerprint(job, digest)) as journal:
-        stream = open_stream(
-            job.skeleton,
-            job.graph,
-            job.tokens.input_ids,
-            job.tokens.attention_mask,
-            dtype=job.dtype,
-            device=job.device,
-            batch_bytes=int(job.settings.memory * 2**30),
-        )
+        stream = stream_of(job)
         hidden = journal.tensor("hidden", (len(job.graph.blocks) + 1, *stream.hidden.shape), job.dtype)
         _forward(job, stream, journal, hidden)
         tokens = int(scored_positions(job.skeleton, stream).sum())
