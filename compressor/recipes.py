@@ -82,6 +82,72 @@ class EvaluateRecipe(_Strict):
     batch_size: Annotated[int, Field(ge=1)] = 4
 
 
+class DistillDataRecipe(_Strict):
+    """What the student learns from. ``evaluate`` chooses the best checkpoint, ``test`` is what is reported;
+    without them a part of the training data is held out for both.
+
+    ``columns`` maps a role of the task (text, label, prompt, …) to a column; ``header`` names the columns of a
+    file without header line. ``length`` is in tokens, ``samples`` in examples.
+    """
+
+    train: str = "builtin:train"
+    evaluate: str | None = None
+    test: str | None = None
+    train_split: str | None = None
+    evaluate_split: str | None = None
+    test_split: str | None = None
+    header: tuple[str, ...] | None = None
+    columns: dict[str, str] = {}
+    samples: Annotated[int, Field(ge=1)] | None = None
+    evaluate_samples: Annotated[int, Field(ge=1)] = 2000
+    length: Annotated[int, Field(ge=8)] = 256
+
+
+class DistillRecipe(_Strict):
+    """A student for ``model``, the teacher.
+
+    ``student``: a path or hub id, ``derive:layers=N`` or ``derive:params=P%``. Unset ``temperature`` and
+    ``alpha`` are 1 and 1 for language models, 3 and 0.7 for classifiers and question answering.
+    ``batch_size`` examples make an optimizer step over all processes, ``micro_batch`` go through at a time.
+    ``steps``, ``epochs`` or ``time_budget`` (minutes) end the training, whichever comes first.
+    ``teacher_epochs`` trains the teacher on the labels first, for one that has no head for the task yet.
+    """
+
+    student: str | None = None
+    student_revision: str | None = None
+    task: str | None = None
+    data: DistillDataRecipe = DistillDataRecipe()
+    divergence: Literal["fkl", "rkl", "jsd", "skl", "srkl"] = "fkl"
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    hidden: Annotated[float, Field(ge=0)] = 0.0
+    relations: Annotated[float, Field(ge=0)] = 0.0
+    teacher_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"] = "auto"
+    teacher_device: str | None = None
+    teacher_epochs: Annotated[int, Field(ge=0)] = 0
+    cache: Path | None = None
+    cache_targets: str = "topk:64"
+    steps: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    time_budget: Annotated[float, Field(gt=0)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    micro_batch: Annotated[int, Field(ge=1)] = 8
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dropout: bool = False
+    lora: Annotated[int, Field(ge=1)] | None = None
+    save_every: Annotated[int, Field(ge=1)] | None = None
+    track: str = "auto"
+    control: bool = False
+    min_retention: Annotated[float, Field(gt=0)] | None = None
+    beat_control: bool = False
+
+
 class Recipe(_Strict):
     """A pipeline: model → quantize → verify → evaluate → report, in ``output``."""
 
@@ -92,6 +158,7 @@ class Recipe(_Strict):
     output: Path | None = None
     seed: int = 0
     device: str = "auto"
+    distill: DistillRecipe | None = None
     quantize: QuantizeRecipe = QuantizeRecipe()
     verify: VerifyRecipe = VerifyRecipe()
     evaluate: EvaluateRecipe | None = EvaluateRecipe()

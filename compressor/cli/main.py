@@ -13,7 +13,7 @@ import click
 import typer
 
 from compressor import __version__
-from compressor.cli import evaluate, inspect, quantize, run, verify
+from compressor.cli import distill, evaluate, inspect, quantize, run, verify
 from compressor.console import err
 from compressor.errors import INTERRUPTED, CompressorError
 
@@ -33,6 +33,7 @@ app = typer.Typer(
 
 _PIPELINE, _STEPS, _LOOK = "Whole pipeline", "Steps", "Look and check"
 app.command(rich_help_panel=_PIPELINE)(run.run)
+app.command(rich_help_panel=_STEPS)(distill.distill)
 app.command(rich_help_panel=_STEPS)(quantize.quantize)
 app.command(rich_help_panel=_LOOK)(inspect.inspect)
 app.command(rich_help_panel=_LOOK)(verify.verify)

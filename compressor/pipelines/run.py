@@ -13,17 +13,20 @@ from typing import Any
 
 from compressor.checkpoint.verify import Check as CheckResult
 from compressor.console import note, warn
+from compressor.distillation.run import prepare as prepare_distillation
 from compressor.errors import UsageError
 from compressor.evaluation.facts import model_facts
 from compressor.evaluation.prepare import Settings
 from compressor.evaluation.prepare import prepare as prepare_evaluation
 from compressor.evaluation.run import evaluate_checkpoint
+from compressor.pipelines.distill import run_distill
 from compressor.pipelines.provenance import tool_section
 from compressor.pipelines.quantize import Job, Quantized, data_report, prepare, quantize
 from compressor.recipes import EvaluateRecipe, Recipe
 from compressor.reports.schema import (
     Check,
     Coverage,
+    Distillation,
     Evaluation,
     Layer,
     Model,
@@ -31,7 +34,7 @@ from compressor.reports.schema import (
     Report,
     Verification,
 )
-from compressor.reports.write import write_report
+from compressor.reports.write import read_report, write_report
 from compressor.sources.model import open_model
 from compressor.sources.text import read_rows
 
@@ -48,7 +51,14 @@ def run_recipe(
     if recipe.evaluate is not None:
         # Data of the last step is checked before the first one starts.
         read_rows(recipe.evaluate.data, column=recipe.evaluate.column, split=recipe.evaluate.split)
-    checkpoint = recipe.output / "checkpoint"
+    output = recipe.output
+    checkpoint = output / "checkpoint"
+    distillation = None
+    if recipe.distill is not None:
+        if dry_run:
+            prepare_distillation(recipe, output / "student", overwrite=True)
+            return None  # what follows can only be checked on the student
+        recipe, distillation = _distilled(recipe, output, overwrite=overwrite, started=started)
     if dry_run:
         prepare(recipe)
         return None
@@ -56,7 +66,7 @@ def run_recipe(
     if facts is None:
         done = quantize(recipe, checkpoint, overwrite=overwrite)
         facts = _facts(recipe, done)
-        (recipe.output / _RESULT).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+        (output / _RESULT).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
     else:
         note(f"{checkpoint}: already quantized and verified by this recipe; going on from there")
 
@@ -83,14 +93,32 @@ def run_recipe(
         ),
         source=Model.of(model_facts(source)),
         artifact=Model.of(model_facts(artifact)),
+        distillation=distillation,
         coverage=Coverage.model_validate(facts["coverage"]),
         quantization=Quantization.model_validate(facts["quantization"]),
         evaluation=evaluation,
         verification=Verification.model_validate(facts["verification"]),
         warnings=warnings,
     )
-    write_report(report, recipe.output, overwrite=True)
+    write_report(report, output, overwrite=True)
     return report
+
+
+def _distilled(
+    recipe: Recipe, output: Path, *, overwrite: bool, started: float
+) -> tuple[Recipe, Distillation | None]:
+    """The rest of the recipe with the student in the model's place, and the report's section about it."""
+    student = output / "student"
+    if overwrite or not student.exists():
+        job = prepare_distillation(recipe, student, overwrite=overwrite)
+        run_distill(job, student, overwrite=overwrite, started=started)
+    else:
+        note(f"{student}: already distilled; going on from there")
+    made = read_report(student)
+    if made.tool.arguments.get("distill") != json.loads(recipe.model_dump_json())["distill"]:
+        raise UsageError(f"{student}: distilled by another recipe: choose another output or pass --overwrite")
+    rest = recipe.model_copy(update={"model": str(student), "revision": None, "distill": None})
+    return rest, made.distillation
 
 
 def _evaluation_settings(recipe: Recipe, evaluate: EvaluateRecipe) -> Settings:

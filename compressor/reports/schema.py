@@ -205,6 +205,79 @@ class Verification(Section):
     checks: list[Check]
 
 
+class Timing(Section):
+    """Forward passes of ``batch`` × ``length`` tokens by the artifact, reloaded in a process of its own."""
+
+    batch: int
+    length: int
+    p50_ms: FiniteFloat
+    p95_ms: FiniteFloat
+    items_per_second: FiniteFloat
+    runs: int
+    device: str
+    dtype: str
+    threads: int
+
+
+class DistillationArm(Section):
+    """One of the models that a distillation compares; ``kl`` and ``agreement`` are with the teacher."""
+
+    ref: str
+    parameters: int
+    bytes: int
+    metrics: dict[str, Estimate]
+    latency: Timing | None = None
+
+
+class DistillationData(Section):
+    """Examples as they were used; ``sha256`` covers their tokens and labels."""
+
+    source: str
+    examples: int
+    truncated: int
+    sha256: str
+
+
+class DistillationPoint(Section):
+    """The student on the evaluation data after ``step`` steps; losses are means per row since the point before."""
+
+    step: int
+    seconds: FiniteFloat
+    metric: FiniteFloat | None = None
+    learning_rate: FiniteFloat = 0.0
+    loss: FiniteFloat | None = None
+    kd: FiniteFloat | None = None
+    ce: FiniteFloat | None = None
+
+
+class Distillation(Section):
+    """How the student was taught and what came of it.
+
+    ``arms``: ``teacher``, ``before`` and ``after`` training, and ``control``, the same student after as many steps
+    on the labels alone. ``retention`` is the student's ``metric`` ÷ the teacher's (inverted where less is
+    better), ``recovery`` the share of what deriving had cost that came back (of log perplexity, for
+    perplexity), ``gain_over_control`` in the metric's unit, positive when better.
+    """
+
+    task: str
+    metric: str
+    better: Literal["lower", "higher"]
+    loss: str
+    arms: dict[str, DistillationArm]
+    retention: FiniteFloat
+    recovery: FiniteFloat | None = None
+    speedup: FiniteFloat | None = None
+    gain_over_control: Estimate | None = None
+    steps: int
+    best_step: int
+    rows: int
+    training_seconds: FiniteFloat
+    curve: list[DistillationPoint]
+    control_curve: list[DistillationPoint] = Field(default_factory=list)
+    data: dict[str, DistillationData]
+    gates: list[Check] = Field(default_factory=list)
+
+
 class Report(Section):
     """Everything one command found out about one compressed model."""
 
@@ -212,6 +285,7 @@ class Report(Section):
     tool: Tool
     source: Model | None = None
     artifact: Model | None = None
+    distillation: Distillation | None = None
     coverage: Coverage | None = None
     quantization: Quantization | None = None
     evaluation: Evaluation | None = None

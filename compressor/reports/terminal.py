@@ -6,13 +6,15 @@ from rich.table import Table
 
 from compressor.console import out
 from compressor.reports import wording
-from compressor.reports.schema import Report
+from compressor.reports.schema import Distillation, Report
 
 
 def print_report(report: Report, console: Console = out) -> None:
     """Print the verdict, the comparison, the worst layers, failed checks and warnings."""
     console.print(wording.headline(report), style="bold", markup=False, highlight=False)
-    if report.evaluation or report.artifact:
+    if report.distillation:
+        console.print(distillation_table(report.distillation))
+    if report.evaluation or (report.artifact and not report.distillation):
         console.print(comparison_table(report))
     if report.evaluation:
         console.print(_how(report), style="dim", markup=False, highlight=False)
@@ -59,6 +61,16 @@ def comparison_table(report: Report) -> Table:
         )
         before = f"{source.bits_per_weight:.3f}" if source else "–"
         table.add_row("bits per weight", before, f"{artifact.bits_per_weight:.3f}", "–")
+    return table
+
+
+def distillation_table(found: Distillation) -> Table:
+    """Teacher, student before and after, control."""
+    table = Table(*wording.distillation_header(found))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in wording.distillation_rows(found):
+        table.add_row(*(escape(text.replace(" [", "\n[")) for text in row))
     return table
 
 

@@ -1,6 +1,6 @@
 """How numbers and verdicts read, the same on the terminal and in Markdown."""
 
-from compressor.reports.schema import Estimate, Layer, Metric, Report
+from compressor.reports.schema import Distillation, Estimate, Layer, Metric, Report
 
 LABELS = {
     "perplexity": "perplexity",
@@ -91,6 +91,8 @@ def headline(report: Report) -> str:
                 f"{report.source.bytes / artifact.bytes:.2f}× smaller ({size(report.source.bytes)} → {text})"
             )
         parts.append(text)
+    if report.distillation is not None:
+        parts.append(distillation_verdict(report.distillation))
     metrics = report.evaluation.metrics if report.evaluation else {}
     if "kl" in metrics:
         parts.append(f"KL {estimate(metrics['kl'].compressed)} nats/token")
@@ -105,6 +107,55 @@ def headline(report: Report) -> str:
         if name in metrics:
             parts.append(f"{LABELS[name]} {estimate(metrics[name].compressed, metrics[name].unit)}")
     return " · ".join(parts) or f"compressor {report.tool.command}: nothing was measured"
+
+
+ARMS = {
+    "teacher": "teacher",
+    "before": "student before",
+    "after": "student",
+    "control": "control (labels only)",
+}
+
+
+def distillation_verdict(found: Distillation) -> str:
+    """Retention, recovery, speed and what the teacher was worth, in one line."""
+    parts = [f"{percent(found.retention)} of the teacher's {found.metric}"]
+    if found.recovery is not None:
+        parts.append(f"{percent(found.recovery)} of the loss recovered")
+    if found.speedup is not None:
+        parts.append(f"{found.speedup:.2f}× its throughput")
+    if found.gain_over_control is not None:
+        parts.append(f"{estimate(found.gain_over_control, sign=True)} {found.metric} over the control")
+    return " · ".join(parts)
+
+
+def distillation_rows(found: Distillation) -> list[list[str]]:
+    """The arms as rows of text under ``distillation_header``."""
+    names = distillation_metrics(found)
+    rows = []
+    for arm, content in found.arms.items():
+        timing = content.latency
+        rows.append(
+            [
+                ARMS.get(arm, arm),
+                *(estimate(content.metrics.get(name)) for name in names),
+                f"{content.parameters:,}",
+                size(content.bytes),
+                f"{timing.p50_ms:.1f} / {timing.p95_ms:.1f} ms" if timing else "–",
+                f"{timing.items_per_second:.1f}" if timing else "–",
+            ]
+        )
+    return rows
+
+
+def distillation_metrics(found: Distillation) -> list[str]:
+    """Every metric that an arm has, in order."""
+    return list(dict.fromkeys(name for arm in found.arms.values() for name in arm.metrics))
+
+
+def distillation_header(found: Distillation) -> list[str]:
+    """Names of the columns of ``distillation_rows``."""
+    return ["model", *distillation_metrics(found), "parameters", "weights", "p50 / p95", "items/s"]
 
 
 def worst_layers(layers: list[Layer], count: int = 5) -> list[Layer]:

@@ -94,6 +94,9 @@ def render_markdown(report: Report) -> str:
         report=report,
         headline=wording.headline(report),
         metric_label=wording.label,
+        distillation_verdict=wording.distillation_verdict,
+        distillation_header=wording.distillation_header,
+        distillation_rows=wording.distillation_rows,
         worst=wording.worst_layers(layers),
         layer_limit=_LAYER_LIMIT,
     )

@@ -108,6 +108,35 @@ def read_rows(
     return _rows_of(ref, table, column)
 
 
+def read_table(
+    ref: str, *, split: str | None = None, header: Sequence[str] | None = None
+) -> dict[str, Sequence[Any]]:
+    """All columns of a data set that :func:`read_rows` understands, for tasks that need more than text.
+
+    ``header`` names the columns of a ``.csv`` or ``.tsv`` file that has no header line. Raises as
+    :func:`read_rows` does, and InputRefused for data without named columns.
+    """
+    path = Path(ref).expanduser()
+    if header is not None and path.suffix.lower() not in (".csv", ".tsv"):
+        raise UsageError(f"{ref}: only .csv and .tsv files lack a header, so naming columns does not apply")
+    if path.is_file():
+        _reject(ref, "a file", split=split)
+        suffix = path.suffix.lower()
+        if header is not None:
+            table = _csv_table(path, "\t" if suffix == ".tsv" else ",", list(header))
+        else:
+            table = _file_table(path, suffix)
+    elif path.is_dir():
+        table = _saved_table(path, split)
+    elif ref.startswith((".", "/", "~")) or ref.lower().endswith(_SUFFIXES) or ref.count("/") > 1:
+        raise InputRefused(f"{ref}: no such file or directory")
+    else:
+        table = _hub_table(ref, split, None)
+    if table.get is None:
+        raise InputRefused(f"{ref}: has no named columns, which this task needs")
+    return {name: table.get(name) for name in table.columns}
+
+
 def _reject(ref: str, kind: str, **options: str | None) -> None:
     for name, value in options.items():
         if value is not None:
@@ -318,12 +347,12 @@ def _table_of_records(path: Path, records: list[tuple[int, Any]], *, unit: str =
     return _Table(tuple(columns), lambda name: [(record or {}).get(name) for _, record in records])
 
 
-def _csv_table(path: Path, delimiter: str) -> _Table:
+def _csv_table(path: Path, delimiter: str, header: list[str] | None = None) -> _Table:
     text = _decode(path)
     limit = csv.field_size_limit(sys.maxsize)  # a document in one cell is longer than the default 128 KiB
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        header, rows = None, []
+        rows: list[list[str]] = []
         for cells in reader:
             if not any(cell.strip() for cell in cells) and len(cells) <= 1:
                 continue

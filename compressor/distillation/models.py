@@ -1,0 +1,120 @@
+"""Load models for a task and write students, as transformers does it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from compressor.distillation.tasks import TaskName
+from compressor.errors import InputRefused
+from compressor.evaluation.load import quiet
+from compressor.sources.model import Source
+
+_CLASSES: dict[TaskName, Any] = {
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "classification": transformers.AutoModelForSequenceClassification,
+    "multi-label": transformers.AutoModelForSequenceClassification,
+    "regression": transformers.AutoModelForSequenceClassification,
+    "token-classification": transformers.AutoModelForTokenClassification,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
+}
+_PROBLEM = {
+    "classification": "single_label_classification",
+    "multi-label": "multi_label_classification",
+    "regression": "regression",
+}
+
+
+def load_model(
+    source: Source,
+    task: TaskName,
+    *,
+    device: str,
+    arguments: dict[str, Any] | None = None,
+    classes: Sequence[str] = (),
+    new_head: bool = False,
+    seed: int = 0,
+) -> Any:
+    """The model in ``source`` for ``task``, in eval mode on ``device``.
+
+    ``arguments`` go to ``from_pretrained`` (dtype, quantization). With ``new_head`` a missing output layer is
+    initialised from ``seed`` for ``classes``; without, it is refused, as is any other missing weight.
+    """
+    given: dict[str, Any] = {"dtype": torch.float32, **(arguments or {})}
+    if new_head:
+        given["num_labels"] = max(len(classes), 1)
+        if classes:
+            given["id2label"] = dict(enumerate(classes))
+            given["label2id"] = {name: i for i, name in enumerate(classes)}
+        if task in _PROBLEM:
+            given["problem_type"] = _PROBLEM[task]
+    torch.manual_seed(seed)
+    try:
+        with quiet():
+            model, info = _CLASSES[task].from_pretrained(
+                source.path,
+                trust_remote_code=source.trust_remote_code,
+                use_safetensors=True,
+                device_map={"": device},
+                output_loading_info=True,
+                **given,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputRefused(f"{source.ref}: cannot be loaded for {task} ({reason})") from None
+    missing = sorted(info["missing_keys"])
+    heads = ("classifier", "score", "qa_outputs", "pooler", "pre_classifier", "classification_head")
+    if new_head:
+        missing = [name for name in missing if not any(part in name for part in heads)]
+    if missing:
+        raise InputRefused(
+            f"{source.ref}: lacks {len(missing)} weights for {task}, first {missing[0]}: fine-tune it for the task "
+            "first (--teacher-epochs), or choose another --task"
+        )
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False
+    return model.eval()
+
+
+def save_student(
+    model: Any, directory: Path, state: dict[str, Tensor], dtype: torch.dtype | None = None
+) -> None:
+    """A plain checkpoint of ``model`` with the weights in ``state``; ``dtype`` is that of the files."""
+    if dtype is not None:
+        state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+    used_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
+    if used_cache is not None:
+        model.config.use_cache = True
+    before = model.config.dtype
+    if dtype is not None:
+        model.config.dtype = dtype
+    try:
+        with quiet():
+            model.save_pretrained(directory, state_dict=state)
+    finally:
+        model.config.dtype = before
+        if used_cache is not None:
+            model.config.use_cache = used_cache
+
+
+def with_lora(model: Any, rank: int, seed: int) -> Any:
+    """``model`` with low-rank adapters (Hu et al. 2021) of ``rank`` on all its linear layers; only they are trained.
+
+    Raises MachineLimit when peft is not installed.
+    """
+    from importlib.util import find_spec
+
+    from compressor.errors import MachineLimit
+
+    if find_spec("peft") is None:
+        raise MachineLimit("--lora needs peft: pip install peft")
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
+    return get_peft_model(model, config)

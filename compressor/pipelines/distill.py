@@ -1,0 +1,41 @@
+"""Distill by recipe and write the report beside the student."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from compressor.distillation.run import Job, distill
+from compressor.evaluation.facts import model_facts
+from compressor.pipelines.provenance import tool_section
+from compressor.reports.schema import Distillation, Model, Report
+from compressor.reports.write import write_report
+from compressor.sources.model import open_model
+
+
+def run_distill(job: Job, output: Path, *, overwrite: bool, started: float) -> None:
+    """Run ``job``; ``output`` gets the student and ``report.json`` and ``report.md``.
+
+    ``started`` is ``time.monotonic()`` at the command's start. Raises GateFailed after writing all of it.
+    """
+
+    def write(section: Distillation, warnings: list[str], directory: Path) -> None:
+        student = replace(
+            model_facts(open_model(str(directory), allow_quantized=True)),
+            ref=str(output),
+            path=str(output.absolute()),
+        )
+        report = Report(
+            tool=tool_section(
+                "distill",
+                job.recipe.model_dump(mode="json"),
+                seed=job.recipe.seed,
+                device=job.device,
+                started=started,
+            ),
+            source=Model.of(model_facts(job.teacher)),
+            artifact=Model.of(student),
+            distillation=section,
+            warnings=warnings,
+        )
+        write_report(report, directory)
+
+    distill(job, output, overwrite=overwrite, write=write)
