@@ -44,7 +44,9 @@ from compressor.sensitivity.schema import Sensitivity, read_sensitivity, sensiti
 
 FORMATS = ("w3g32", "w4g64", "w8", "bf16")
 BUDGETS = ("4bits", "4.5bits", "5.5bits")
-PAIR_UNITS_PER_KIND = 6
+PAIR_UNITS_PER_KIND = 5
+PLAN_TOKENS = (8, 256)
+RANDOM_PLANS = 9
 CPU = torch.device("cpu")
 
 
@@ -95,7 +97,7 @@ def run_time(args: argparse.Namespace) -> None:
 
 
 def run_truth(args: argparse.Namespace) -> None:
-    """Single units on 8 × 128 tokens (restarted from cached block inputs), whole plans on 16 × 256."""
+    """Single units on 8 × 128 tokens (restarted from cached block inputs), whole plans on 8 × 256."""
     job = job_for(args, args.evaluation, 8, 128)
     rng = random.Random(1)
     kinds: dict[str, list[str]] = {}
@@ -135,7 +137,7 @@ def random_plans(job: ScanJob) -> dict[str, dict[str, str]]:
     units = [unit.name for unit in job.graph.units]
     plans = {f"uniform {name}": dict.fromkeys(units, name) for name in FORMATS[:3]}
     rng = random.Random(2)
-    for number in range(12):
+    for number in range(RANDOM_PLANS):
         weights = [rng.random() ** 2 for _ in FORMATS]
         plans[f"random {number}"] = {unit: rng.choices(FORMATS, weights)[0] for unit in units}
     return plans
@@ -145,7 +147,7 @@ def measure(args: argparse.Namespace, plans: dict[str, dict[str, str]]) -> dict[
     """Measured KL of each plan on the evaluation text, those in DIR/plans.json not repeated."""
     file = args.work / "plans.json"
     known: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    job = job_for(args, args.evaluation, 16, 256)
+    job = job_for(args, args.evaluation, *PLAN_TOKENS)
     baseline: Tensor | None = None
     for name, plan in plans.items():
         if name in known and known[name]["plan"] == plan:
@@ -154,7 +156,7 @@ def measure(args: argparse.Namespace, plans: dict[str, dict[str, str]]) -> dict[
         if same is None:
             baseline = last_hidden(job) if baseline is None else baseline
             kl = measure_plan(job, plan, baseline)
-            same = {"plan": plan, "kl": kl, "tokens": 16 * 255}
+            same = {"plan": plan, "kl": kl, "tokens": PLAN_TOKENS[0] * (PLAN_TOKENS[1] - 1)}
         known[name] = same
         save(file, known)
         print(f"{name}: {sum(same['kl']) / same['tokens']:.4f}", flush=True)

@@ -34,7 +34,8 @@ def estimate(job: ScanJob) -> ScanEstimate:
     numel = sum(unit.numel for unit in graph.units)
     pairs = sum(len(formats) for formats in job.formats.values())
     formats = pairs / len(graph.units)
-    head = job.skeleton.module.get_input_embeddings().weight.numel()
+    stored = job.skeleton.stored.get(f"{graph.embedding}.weight")
+    head = stored.numel if stored else 0
     match settings.score:
         case "fisher":
             passes, heads, draws = 2 + settings.draws + formats, 1 + settings.draws, settings.draws

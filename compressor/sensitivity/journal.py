@@ -49,7 +49,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
-        if not self.stages:
+        if not self.stages and not self.finished:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -75,8 +75,8 @@ class Journal:
         self._write()
 
     def remove(self) -> None:
-        """Forget everything: the scan is written."""
-        self.stages = []
+        """Forget everything when the work is complete; the directory goes when the context is left."""
+        self.stages, self.finished = [], {}
 
     def _write(self) -> None:
         data = {"fingerprint": self._fingerprint, "stages": self.stages, "finished": self.finished}
