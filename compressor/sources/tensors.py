@@ -77,15 +77,17 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
                 raise InputRefused(
                     f"{file}: not a safetensors file, or truncated inside its header: fetch it again"
                 )
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length).decode("utf-8"))
     except OSError as error:
         raise InputRefused(f"{file}: cannot be read ({error.strerror}): fetch the checkpoint again") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputRefused(f"{file}: its safetensors header is not valid JSON: fetch it again") from None
     if not isinstance(header, dict):
         raise InputRefused(f"{file}: its safetensors header is not a JSON object: fetch it again")
 
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InputRefused(f"{file}: its safetensors metadata is not text: fetch it again")
     start = 8 + length
     entries = {}
     for name, info in header.items():
@@ -94,7 +96,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             entry = TensorEntry(name, info["dtype"], tuple(info["shape"]), file, start + begin, start + end)
             item = DTYPES[entry.dtype].itemsize
             valid = (
-                0 <= begin <= end and entry.nbytes == entry.numel * item and min(entry.shape, default=0) >= 0
+                all(type(number) is int and number >= 0 for number in (begin, end, *entry.shape))
+                and begin <= end
+                and entry.nbytes == entry.numel * item
             )
         except (KeyError, TypeError, ValueError):
             valid = False
@@ -113,6 +117,10 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
                 f"{file}: tensor {entry.name!r} overlaps another or leaves a hole: fetch the file again"
             )
         position = entry.end
+    if position != size:
+        raise InputRefused(
+            f"{file}: holds {size - position} bytes after the last tensor: fetch the file again"
+        )
     return entries, metadata
 
 
@@ -132,7 +140,7 @@ def index_directory(directory: Path) -> dict[str, TensorEntry]:
     try:
         weight_map = json.loads(index_file.read_text("utf-8"))["weight_map"]
         shards = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise InputRefused(f"{index_file}: not a valid shard index (no JSON object weight_map)") from None
     found: dict[str, TensorEntry] = {}
     for shard in sorted(set(shards.values())):
