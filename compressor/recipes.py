@@ -63,6 +63,38 @@ class QuantizeRecipe(_Strict):
             raise ValueError(str(error)) from None
 
 
+class ScanRecipe(_Strict):
+    """How ``scan-sensitivity`` scores units × ``formats`` before a plan is made; ``draws`` are random directions
+    for each sequence."""
+
+    formats: tuple[str, ...] = ("w4g128", "w4g64", "w4g32", "w8", "bf16")
+    score: Literal["fisher", "measured"] = "fisher"
+    rounding: Method = "rtn"
+    draws: Annotated[int, Field(ge=1)] = 4
+    data: DataRecipe = DataRecipe(samples=32, sequence_length=256)
+
+    @field_validator("formats")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(parse_format(name).name for name in value)
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+
+
+class PlanRecipe(_Strict):
+    """How ``plan`` spends the ``budget``: rules, a cost table or GPU for latency, whole plans to ``measure``."""
+
+    budget: str
+    pin: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    floor: tuple[str, ...] = ()
+    interactions: bool = True
+    costs: Path | None = None
+    gpu: str | None = None
+    measure: Annotated[int, Field(ge=0)] = 0
+
+
 class VerifyRecipe(_Strict):
     """Which engine to start on the finished checkpoint, besides the checks that always run."""
 
@@ -159,6 +191,8 @@ class Recipe(_Strict):
     seed: int = 0
     device: str = "auto"
     distill: DistillRecipe | None = None
+    scan: ScanRecipe | None = None
+    plan: PlanRecipe | None = None
     quantize: QuantizeRecipe = QuantizeRecipe()
     verify: VerifyRecipe = VerifyRecipe()
     evaluate: EvaluateRecipe | None = EvaluateRecipe()

@@ -7,9 +7,10 @@
     python scripts/bench_sensitivity.py budgets  --model MODEL --calibration valid.txt --evaluation test.txt --work DIR
     python scripts/bench_sensitivity.py report   --work DIR
 
-``scan`` scores every unit × format on 32 sequences × 256 tokens of the calibration text; ``time`` sets its cost against
+``scan`` scores every unit × format on 32 sequences (``--samples``) × 256 tokens of the calibration text; ``time`` sets its cost against
 as many plain forward+backward passes; ``truth`` measures single units and random whole plans on the evaluation
-text; ``budgets`` compares allocations at equal bytes; ``report`` prints the tables. Every measurement is kept in
+text; ``budgets`` compares allocations at equal bytes (``gradient``, its peer's score, can be run before); ``report``
+prints the tables. Every measurement is kept in
 DIR and not repeated, so a stopped run goes on.
 """
 
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from compressor.sensitivity.journal import Journal
 from compressor.sensitivity.measured import last_hidden, measure_plan, measure_units, stream_of
 from compressor.sensitivity.probes import scored_positions
 from compressor.sensitivity.scan import ScanJob, ScanSettings, prepare, scan
-from compressor.sensitivity.schema import Sensitivity, read_sensitivity, sensitivity_json
+from compressor.sensitivity.schema import Sensitivity, read_sensitivity, write_sensitivity
 
 FORMATS = ("w3g32", "w4g64", "w8", "bf16")
 BUDGETS = ("4bits", "4.5bits", "5.5bits")
@@ -64,7 +66,7 @@ def job_for(args: argparse.Namespace, data: Path, samples: int, length: int) -> 
 
 
 def run_scan(args: argparse.Namespace) -> None:
-    job = job_for(args, args.calibration, 32, 256)
+    job = job_for(args, args.calibration, args.samples, 256)
     wall, cpu = time.monotonic(), time.process_time()
     result = scan(job, args.work / "sensitivity.json")
     spent = {
@@ -72,7 +74,7 @@ def run_scan(args: argparse.Namespace) -> None:
         "cpu": time.process_time() - cpu,
         "threads": torch.get_num_threads(),
     }
-    (args.work / "sensitivity.json").write_text(sensitivity_json(result), "utf-8")
+    write_sensitivity(args.work / "sensitivity.json", result)
     save(args.work / "scan_time.json", spent)
     print(spent)
 
@@ -81,7 +83,7 @@ def run_time(args: argparse.Namespace) -> None:
     """Forward and backward of the next-token loss, all parameters, on the same tokens in batches of four."""
     from transformers import AutoModelForCausalLM
 
-    tokens = job_for(args, args.calibration, 32, 256).tokens.input_ids
+    tokens = job_for(args, args.calibration, args.samples, 256).tokens.input_ids
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model(input_ids=tokens[:1], labels=tokens[:1], use_cache=False).loss.backward()
     wall, cpu = time.monotonic(), time.process_time()
@@ -164,12 +166,14 @@ def measure(args: argparse.Namespace, plans: dict[str, dict[str, str]]) -> dict[
 
 
 def run_budgets(args: argparse.Namespace) -> None:
+    """Four ways to spend the same bytes, and the uniform plans below them."""
     result = read_sensitivity(args.work / "sensitivity.json")
     gradient = gradient_scores(args)
     by_error = {
         (u.name, name): score.output_error or 0.0 for u in result.units for name, score in u.formats.items()
     }
-    plans = {}
+    units = [unit.name for unit in result.units]
+    plans = {f"uniform {name}": dict.fromkeys(units, name) for name in FORMATS[:2]}
     for text in BUDGETS:
         budget = parse_budget(text, result)
         for label, replaced, interactions in (
@@ -242,44 +246,46 @@ def gradient_scores(args: argparse.Namespace) -> dict[tuple[str, str], float]:
 
 
 def run_report(args: argparse.Namespace) -> None:
+    """Print the table of every step that has been run."""
     result = read_sensitivity(args.work / "sensitivity.json")
-    damage = {(u.name, name): s.damage for u in result.units for name, s in u.formats.items()}
-    error = {(u.name, name): s.output_error or 0.0 for u in result.units for name, s in u.formats.items()}
-    if (args.work / "scan_time.json").exists() and (args.work / "plain_time.json").exists():
-        ours, plain = (
-            json.loads((args.work / f"{n}_time.json").read_text("utf-8")) for n in ("scan", "plain")
-        )
+    ours, plain = args.work / "scan_time.json", args.work / "plain_time.json"
+    if ours.exists() and plain.exists():
+        spent, baseline = (json.loads(file.read_text("utf-8")) for file in (ours, plain))
         print(
-            f"scan {ours} plain forward+backward {plain}: CPU time ratio {ours['cpu'] / plain['cpu']:.2f}\n"
+            f"scan {spent}, plain forward+backward {baseline}: CPU time ratio {spent['cpu'] / baseline['cpu']:.2f}"
         )
+    if (args.work / "pairs.json").exists():
+        report_pairs(args, result)
+    if (args.work / "plans.json").exists():
+        plans = json.loads((args.work / "plans.json").read_text("utf-8"))
+        report_plans(result, plans)
+        if f"interactions {BUDGETS[-1]}" in plans:
+            report_budgets(result, plans)
 
+
+def report_pairs(args: argparse.Namespace, result: Sensitivity) -> None:
     data = json.loads((args.work / "pairs.json").read_text("utf-8"))
     truth = {(u, f): sum(kl) / data["tokens"] for u, f, kl in data["pairs"]}
-    print(
-        f"| score | Spearman, {len(truth)} pairs | "
-        + " | ".join(f"{f} only" for f in FORMATS[:3])
-        + " | measured ÷ predicted |"
-    )
-    print("|---|---|---|---|---|---|")
-    scores = {"predicted KL": damage, "output error": error}
+    scores = {
+        "predicted KL": {(u.name, name): s.damage for u in result.units for name, s in u.formats.items()},
+        "output error": {
+            (u.name, name): s.output_error or 0.0 for u in result.units for name, s in u.formats.items()
+        },
+    }
     if (args.work / "gradient.json").exists():
         scores["gradient (AutoQuantize)"] = gradient_scores(args)
+    print(
+        f"\n| score | Spearman, {len(truth)} pairs | "
+        + " | ".join(f"{f} only" for f in FORMATS[:3])
+        + " | measured ÷ score |\n|---|---|---|---|---|---|"
+    )
     for label, score in scores.items():
-        keys = list(truth)
-        cells = [f"{spearmanr([score[k] for k in keys], [truth[k] for k in keys]).statistic:.3f}"]
-        for name in FORMATS[:3]:
-            some = [k for k in keys if k[1] == name]
+        cells = []
+        for wanted in (FORMATS[:3], *((name,) for name in FORMATS[:3])):
+            some = [key for key in truth if key[1] in wanted]
             cells.append(f"{spearmanr([score[k] for k in some], [truth[k] for k in some]).statistic:.3f}")
-        ratio = np.exp(np.mean([np.log(truth[k] / score[k]) for k in keys]))
-        print(
-            f"| {label} | " + " | ".join(cells) + f" | {ratio:.2f} |"
-            if label == "predicted KL"
-            else f"| {label} | " + " | ".join(cells) + " | |"
-        )
-
-    plans = json.loads((args.work / "plans.json").read_text("utf-8"))
-    report_plans(result, plans)
-    report_budgets(result, plans)
+        ratio = np.exp(np.mean([np.log(value / score[key]) for key, value in truth.items()]))
+        print(f"| {label} | " + " | ".join(cells) + f" | {ratio:.3g} |")
 
 
 def predict(result: Sensitivity, plan: dict[str, str], interactions: bool) -> float:
@@ -293,7 +299,7 @@ def report_plans(result: Sensitivity, plans: dict[str, Any]) -> None:
     print(
         "\n| plan | bits | measured KL ± se | diagonal, calibrated | error | interactions, calibrated | error |\n|---|---|---|---|---|---|---|"
     )
-    fitted = [name for name in plans if name.startswith("random")][:4]
+    fitted = [name for name in plans if name.startswith("rand")][:4]
     points: dict[bool, dict[str, Point]] = {False: {}, True: {}}
     for name, entry in plans.items():
         made = described(result, entry["plan"], 0.0, 0.0)
@@ -359,10 +365,11 @@ def save(file: Path, data: Any) -> None:
 
 
 def main() -> None:
-    steps = {
+    steps: dict[str, Callable[[argparse.Namespace], Any]] = {
         "scan": run_scan,
         "time": run_time,
         "truth": run_truth,
+        "gradient": gradient_scores,
         "budgets": run_budgets,
         "report": run_report,
     }
@@ -374,6 +381,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--evaluation", type=Path)
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=32, help="sequences that are scanned")
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--memory", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -1,36 +1,24 @@
 """``compressor plan``: formats for every layer within a budget."""
 
 import json
-import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from compressor.console import note, out, warn
+from compressor.console import note, out
 from compressor.errors import UsageError
-from compressor.planning.budget import Budget, parse_budget
-from compressor.planning.build import Allocation, allocate, build_problem, frontier, to_plan
-from compressor.planning.calibrate import Calibration, fit
-from compressor.planning.latency import CostTable, gpu_costs, read_costs
-from compressor.planning.measure import (
-    MeasureSettings,
-    Replaced,
-    measure_broken,
-    measure_points,
-    open_job,
-    predicted_damage,
-    scatter,
-    spread_out,
-)
-from compressor.planning.problem import Problem, parse_rules
-from compressor.planning.write import check_target, plan_yaml, write_plan
-from compressor.sensitivity.schema import Sensitivity, read_sensitivity
+
+if TYPE_CHECKING:  # torch and scipy load when the command runs, not for its help
+    import torch
+
+    from compressor.planning.make import Made
+    from compressor.sensitivity.schema import Sensitivity
 
 _BUDGET, _RULES, _PROOF, _RUN = "Budget", "Rules", "Measurement", "Run"
-_POINTS = 24
 
 
 def plan(
@@ -165,6 +153,11 @@ def plan(
 
     Example: [bold]compressor plan sensitivity.json --budget 4.5bits --pin '*.down_proj=w8' --measure 4[/bold]
     """
+    from compressor.planning.make import PlanSettings, make_plan
+    from compressor.planning.measure import MeasureSettings, scatter
+    from compressor.planning.write import check_target, plan_yaml, write_plan
+    from compressor.sensitivity.schema import read_sensitivity
+
     if not dry_run:
         for file in (output, pareto, plot):
             if file is not None:
@@ -175,62 +168,34 @@ def plan(
         raise UsageError(f"--plot {plot}: name a .svg or .png file")
     _check_engine(engine)
     scan = read_sensitivity(sensitivity)
-    if measure and scan.score == "output-mse":
-        raise UsageError(
-            f"{sensitivity}: output errors are not in nats, so --measure cannot calibrate them: scan again with --score fisher"
-        )
-    wanted = parse_budget(budget, scan)
-    rules = parse_rules(pin or (), forbid or (), floor or (), engine)
-    table = _cost_table(costs, gpu, batch_tokens)
-    problem = build_problem(scan, wanted, rules, table=table, interactions=interactions)
-    made = allocate(scan, problem, wanted, seed=seed)
-    calibration: Calibration | None = None
-    if measure and not dry_run:
-        from compressor.pipelines.quantize import choose_device
-
-        settings = MeasureSettings(data, samples, sequence_length, seed, trust_remote_code)
-        job = open_job(scan, settings, choose_device(device))
-        curve = frontier(scan, problem, _POINTS, seed=seed)
-        plans = spread_out(curve, measure)
-        replaced: Replaced = {}
-        calibration = fit(measure_points(scan, job, plans, replaced, interactions))
-        if calibration.broken:
-            with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=".measuring-") as work:
-                replaced = measure_broken(scan, job, calibration, plans, Path(work))
-            calibration = fit(
-                [
-                    type(point)(
-                        **{
-                            **asdict(point),
-                            "predicted": predicted_damage(scan, p.formats, replaced, interactions),
-                        }
-                    )
-                    for point, p in zip(calibration.points, plans, strict=True)
-                ]
-            )
-            for point in calibration.broken:
-                warn(
-                    f"at {point.bits:.2f} bits the prediction is off by {100 * calibration.error(point):+.0f} %: "
-                    "trust measurements there"
-                )
-            problem = build_problem(
-                scan, wanted, rules, table=table, interactions=interactions, replaced=replaced
-            )
-            made = allocate(scan, problem, wanted, seed=seed)
-    predicted = (
-        None if scan.score == "output-mse" else calibration(made.damage) if calibration else made.damage
+    settings = PlanSettings(
+        budget=budget,
+        pins=pin or (),
+        forbids=forbid or (),
+        floors=floor or (),
+        engine=engine,
+        interactions=interactions,
+        costs=costs,
+        gpu=gpu,
+        batch_tokens=batch_tokens,
+        measure=0 if dry_run else measure,
+        measurement=MeasureSettings(data, samples, sequence_length, seed, trust_remote_code),
+        seed=seed,
     )
-
+    made = make_plan(scan, settings, partial(_device, device))
     if not dry_run:
-        document = to_plan(
-            scan, made, predicted_kl=None if predicted is None else float(f"{predicted:.4g}"), budget=wanted
-        )
-        write_plan(output, plan_yaml(document, scan, output), overwrite=overwrite)
+        write_plan(output, plan_yaml(made.plan, scan, output), overwrite=overwrite)
         if pareto is not None:
-            _write_pareto(scan, problem, calibration, pareto, seed)
-        if plot is not None and calibration is not None:
-            scatter(calibration, plot)
-    _show(scan, made, predicted, calibration, wanted, output, as_json, dry_run)
+            _write_pareto(scan, made, pareto, seed)
+        if plot is not None and made.calibration is not None:
+            scatter(made.calibration, plot)
+    _show(scan, made, output, as_json, dry_run)
+
+
+def _device(name: str) -> "torch.device":
+    from compressor.pipelines.quantize import choose_device
+
+    return choose_device(name)
 
 
 def _check_engine(engine: str | None) -> None:
@@ -240,27 +205,20 @@ def _check_engine(engine: str | None) -> None:
         raise UsageError(f"--engine {engine}: use {', '.join(ENGINES)}")
 
 
-def _cost_table(costs: Path | None, gpu: str | None, tokens: int) -> CostTable | None:
-    if costs is not None and gpu is not None:
-        raise UsageError("--costs and --gpu exclude each other: give one of them")
-    if costs is not None:
-        return read_costs(costs)
-    return gpu_costs(gpu, tokens) if gpu is not None else None
+def _write_pareto(scan: "Sensitivity", made: "Made", file: Path, seed: int) -> None:
+    from compressor.planning.build import frontier
+    from compressor.planning.make import CURVE_POINTS
 
-
-def _write_pareto(
-    scan: Sensitivity, problem: Problem, calibration: Calibration | None, file: Path, seed: int
-) -> None:
     points = [
         {
             "bits": round(p.bits, 4),
             "bytes": p.bytes,
             "cost": p.cost,
             "damage": p.damage,
-            "predicted_kl": calibration(p.damage) if calibration else None,
+            "predicted_kl": made.calibration(p.damage) if made.calibration else None,
             "formats": p.formats,
         }
-        for p in frontier(scan, problem, _POINTS, seed=seed)
+        for p in frontier(scan, made.problem, CURVE_POINTS, seed=seed)
     ]
     unfinished = file.with_name(f".{file.name}.partial")
     unfinished.write_text(
@@ -269,36 +227,26 @@ def _write_pareto(
     unfinished.replace(file)
 
 
-def _show(
-    scan: Sensitivity,
-    made: Allocation,
-    predicted: float | None,
-    calibration: Calibration | None,
-    budget: Budget,
-    output: Path,
-    as_json: bool,
-    dry_run: bool,
-) -> None:
+def _show(scan: "Sensitivity", made: "Made", output: Path, as_json: bool, dry_run: bool) -> None:
+    allocation, calibration = made.allocation, made.calibration
     if as_json:
         answer: dict[str, Any] = {
             "path": None if dry_run else str(output),
-            "budget": budget.text,
-            "bytes": made.bytes,
-            "bits": made.bits,
-            "damage": made.damage,
-            "predicted_kl": predicted,
+            "budget": made.budget.text,
+            "bytes": allocation.bytes,
+            "bits": allocation.bits,
+            "damage": allocation.damage,
+            "predicted_kl": made.predicted_kl,
             "calibration": asdict(calibration) if calibration else None,
-            "formats": made.formats,
+            "formats": allocation.formats,
         }
         print(json.dumps(answer, indent=2))
         return
-    counts: dict[str, int] = {}
-    for unit in scan.units:
-        counts[made.formats[unit.name]] = counts.get(made.formats[unit.name], 0) + 1
+    chosen = [allocation.formats[unit.name] for unit in scan.units]
     table = Table("format", "units", title="plan")
     for name in scan.formats:
-        if name in counts:
-            table.add_row(name, str(counts[name]))
+        if name in chosen:
+            table.add_row(name, str(chosen.count(name)))
     out.print(table)
     if calibration is not None:
         measured = Table("bits", "predicted KL", "measured KL", "off by", title="measured plans")
@@ -311,10 +259,12 @@ def _show(
             )
         out.print(measured)
     how = "calibrated" if calibration else "second-order, not calibrated"
-    told = "" if predicted is None else f", predicted KL {predicted:.4g} nats per token ({how})"
+    told = (
+        "" if made.predicted_kl is None else f", predicted KL {made.predicted_kl:.4g} nats per token ({how})"
+    )
     where = "dry run" if dry_run else str(output)
     out.print(
-        f"{where}: {made.bits:.3f} bits a weight, {made.bytes / 1e6:.1f} MB in all{told}",
+        f"{where}: {allocation.bits:.3f} bits a weight, {allocation.bytes / 1e6:.1f} MB in all{told}",
         markup=False,
         highlight=False,
     )

@@ -3,18 +3,17 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from compressor.console import out
 from compressor.errors import UsageError
-from compressor.planning.write import check_target
-from compressor.rounding.unit import Method
-from compressor.sensitivity.estimate import ScanEstimate, estimate
-from compressor.sensitivity.scan import ScanJob, ScanSettings, prepare, scan
-from compressor.sensitivity.schema import ScoreKind, Sensitivity, sensitivity_json
-from compressor.sensitivity.show import fragile_table, heat_map
+
+if TYPE_CHECKING:  # torch loads when the command runs, not for its help
+    from compressor.sensitivity.estimate import ScanEstimate
+    from compressor.sensitivity.scan import ScanJob
+    from compressor.sensitivity.schema import Sensitivity
 
 _WHAT, _DATA, _MODEL, _RUN = "What to score", "Calibration data", "Model", "Run"
 
@@ -133,6 +132,12 @@ def scan_sensitivity(
     Example: [bold]compressor scan-sensitivity ./my-model -f w4g64,w4g32,w8 --engine vllm-cuda --data notes.txt[/bold]
     """
     from compressor.pipelines.quantize import choose_device
+    from compressor.planning.write import check_target
+    from compressor.rounding.unit import Method
+    from compressor.sensitivity.estimate import estimate
+    from compressor.sensitivity.scan import ScanSettings, prepare, scan
+    from compressor.sensitivity.schema import ScoreKind
+    from compressor.sensitivity.show import fragile_table
 
     if score not in get_args(ScoreKind):
         raise UsageError(f"--score {score}: use {', '.join(get_args(ScoreKind))}")
@@ -190,11 +195,11 @@ def _check_engine(engine: str | None) -> None:
         raise UsageError(f"--engine {engine}: use {', '.join(ENGINES)}")
 
 
-def _write(result: Sensitivity, output: Path, heat: Path | None) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.new")
-    unfinished.write_text(sensitivity_json(result), "utf-8")
-    unfinished.replace(output)
+def _write(result: "Sensitivity", output: Path, heat: Path | None) -> None:
+    from compressor.sensitivity.schema import write_sensitivity
+    from compressor.sensitivity.show import heat_map
+
+    write_sensitivity(output, result)
     if heat is not None:
         heat.parent.mkdir(parents=True, exist_ok=True)
         drawn = heat.with_name(f".new-{heat.name}")
@@ -202,7 +207,7 @@ def _write(result: Sensitivity, output: Path, heat: Path | None) -> None:
         drawn.replace(heat)
 
 
-def _show_estimate(job: ScanJob, cost: ScanEstimate, as_json: bool) -> None:
+def _show_estimate(job: "ScanJob", cost: "ScanEstimate", as_json: bool) -> None:
     if as_json:
         formats = {name: [fmt.name for fmt in found] for name, found in job.formats.items()}
         print(

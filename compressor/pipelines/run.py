@@ -20,6 +20,7 @@ from compressor.evaluation.prepare import Settings
 from compressor.evaluation.prepare import prepare as prepare_evaluation
 from compressor.evaluation.run import evaluate_checkpoint
 from compressor.pipelines.distill import run_distill
+from compressor.pipelines.mixed import with_plan
 from compressor.pipelines.provenance import tool_section
 from compressor.pipelines.quantize import Job, Quantized, data_report, prepare, quantize
 from compressor.recipes import EvaluateRecipe, Recipe
@@ -59,6 +60,11 @@ def run_recipe(
             prepare_distillation(recipe, output / "student", overwrite=True)
             return None  # what follows can only be checked on the student
         recipe, distillation = _distilled(recipe, output, overwrite=overwrite, started=started)
+    asked = recipe
+    if recipe.scan is not None and recipe.plan is None:
+        raise UsageError("scan: serves nothing without a plan: give plan.budget, or drop scan")
+    if recipe.plan is not None:
+        recipe = with_plan(recipe, output, overwrite=overwrite, dry_run=dry_run)
     if dry_run:
         prepare(recipe)
         return None
@@ -89,7 +95,7 @@ def run_recipe(
         evaluation = Evaluation.of(evaluate_checkpoint(preparation))
     report = Report(
         tool=tool_section(
-            command, recipe.model_dump(mode="json"), seed=recipe.seed, device=device, started=started
+            command, asked.model_dump(mode="json"), seed=recipe.seed, device=device, started=started
         ),
         source=Model.of(model_facts(source)),
         artifact=Model.of(model_facts(artifact)),

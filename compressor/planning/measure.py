@@ -29,10 +29,10 @@ Replaced = dict[tuple[str, str], float]
 class MeasureSettings:
     """Text to measure on (None: as in the scan) and where."""
 
-    data: str | None
-    samples: int
-    sequence_length: int
-    seed: int
+    data: str | None = None
+    samples: int = 16
+    sequence_length: int = 256
+    seed: int = 0
     trust_remote_code: bool = False
 
 
@@ -44,6 +44,8 @@ def open_job(scan: Sensitivity, settings: MeasureSettings, device: torch.device)
             formats=scan.formats,
             rounding=scan.rounding,
             data=settings.data or scan.data,
+            column=None if settings.data else scan.column,
+            split=None if settings.data else scan.split,
             samples=settings.samples,
             sequence_length=settings.sequence_length,
             # Another seed than the scan's takes other sequences of the same text.

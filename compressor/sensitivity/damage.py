@@ -5,8 +5,8 @@ those pairs are noise. Keeping only the pairs of a token with itself gives thous
 the price of a bias: what an error at one position does to later ones in concert is left out. How much that is
 depends mostly on a unit's kind (attention projections act in concert, others hardly). So the ratio of the two
 estimates is shrunk towards the mean of its kind by as much as its scatter is sampling noise, and multiplies the second.
-A few units differ from their kind by far more than noise (early attention projections): no ratio moves by more than one
-standard error, which keeps them.
+A few units differ from their kind by far more than noise (early attention projections): no ratio moves by more than half
+a standard error, which keeps them.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def concert_ratio(by_token: Tensor, by_sequence: Tensor, kinds: list[str], sampl
     """Ratio of the per-sequence to the per-token estimate for each column, shrunk, [columns].
 
     In logarithms, a column's ratio moves to the mean of its kind by the share of the kind's variance that
-    sampling explains, but by at most one standard error (the limited translation estimator of Efron and
+    sampling explains, but by at most half a standard error (the limited translation estimator of Efron and
     Morris 1972). A mean of ``samples`` squares of normal variables has the log variance 2 / samples.
     """
     ratio = torch.ones_like(by_token)
@@ -75,7 +75,7 @@ def concert_ratio(by_token: Tensor, by_sequence: Tensor, kinds: list[str], sampl
         spread = float(logs.var()) if len(usable) > 1 else 0.0
         real = max(0.0, 1 - 2 / samples / spread) if spread > 0 else 0.0
         step = (1 - real) * (logs.mean() - logs)
-        limit = (2 / samples) ** 0.5
+        limit = 0.5 * (2 / samples) ** 0.5
         ratio[usable] = (logs + step.clamp(-limit, limit)).exp()
     return ratio
 

@@ -73,14 +73,15 @@ def head_gradients(
         logits = tail(skeleton, graph, stream, number, final)
     scored = scored_positions(skeleton, stream)[stream.batches[number]].to(logits.device)
     with torch.no_grad():
-        root = logits.detach().float().softmax(-1).sqrt_()
-        root[~scored] = 0
+        chance = logits.detach().float().softmax(-1)
+        chance[~scored] = 0
+        root = chance.sqrt()
     generator = torch.Generator(logits.device).manual_seed(seed * 1_000_003 + number)
     gradients = []
     for draw in range(draws):
-        signs = torch.randint(0, 2, root.shape, generator=generator, dtype=torch.int8, device=root.device)
-        direction = signs.to(root.dtype).mul_(2).sub_(1).mul_(root)  # √p ε
-        direction -= root.square() * direction.sum(-1, keepdim=True)  # (diag(√p) − p √pᵀ) ε
+        signs = torch.randint(0, 2, root.shape, generator=generator, dtype=torch.bool, device=root.device)
+        direction = torch.where(signs, root, -root)  # √p ε
+        direction.addcmul_(chance, direction.sum(-1, keepdim=True), value=-1)  # (diag(√p) − p √pᵀ) ε
         (gradient,) = torch.autograd.grad(
             logits, final, direction.to(logits.dtype), retain_graph=draw < draws - 1
         )

@@ -81,6 +81,8 @@ class Sensitivity(_Strict):
     sequence_length: int
     tokens: int
     data: str
+    column: str | None = None
+    split: str | None = None
     data_sha256: str
     device: str
     dtype: str
@@ -111,6 +113,14 @@ def sensitivity_json(scan: Sensitivity) -> str:
     text = json.dumps(data, indent=1, ensure_ascii=False)
     rows = ",\n  ".join("[" + ", ".join(f"{value:.5g}" for value in row) + "]" for row in scan.factor)
     return text.removesuffix("\n}") + ',\n "factor": [' + (f"\n  {rows}\n " if rows else "") + "]\n}\n"
+
+
+def write_sensitivity(file: Path, scan: Sensitivity) -> None:
+    """Write atomically, replacing what is there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.new")
+    unfinished.write_text(sensitivity_json(scan), "utf-8")
+    unfinished.replace(file)
 
 
 def read_sensitivity(file: Path) -> Sensitivity:
