@@ -5,6 +5,7 @@ Each returns what it found in one line, or raises Failed or Skipped with one.
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -133,7 +134,7 @@ def check_model_config(pair: Pair) -> str:
 
 def check_files(pair: Pair) -> str:
     """Tokenizer, chat template and all other files are byte-identical to the source's; none is missing or new,
-    but for text that no loader reads."""
+    but for text that no loader reads and the report of a recovery with its logs."""
     expected = carried_files(pair.source.path)
     for path in expected:
         copy = pair.artifact.path / path
@@ -142,7 +143,11 @@ def check_files(pair: Pair) -> str:
         if file_sha256(copy) != file_sha256(pair.source.path / path):
             raise Failed(f"{path}: differs from the source's")
     extra = sorted(set(carried_files(pair.artifact.path)) - set(expected))
-    extra = [path for path in extra if path.suffix != ".md"]
+    extra = [
+        path
+        for path in extra
+        if path.suffix != ".md" and path != Path("report.json") and path.parts[0] != "logs"
+    ]
     if extra:
         raise Failed(f"{extra[0]}: in the checkpoint, but not in the source")
     return f"{len(expected)} files identical"

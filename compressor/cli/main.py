@@ -9,13 +9,15 @@ from typing import Annotated, Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import click
 import typer
 
 from compressor import __version__
 from compressor.cli import distill, evaluate, inspect, quantize, run, verify
 from compressor.console import err
 from compressor.errors import INTERRUPTED, CompressorError
+
+# click's class, or in newer versions of typer that of the click it carries along, which has no public name.
+_BadUsage: Any = typer.BadParameter.__bases__[0]
 
 _EXIT_CODES = """\
 Exit codes: 0 done and verified · 1 unexpected failure · 2 bad usage or recipe · 3 a gate failed ·
@@ -71,12 +73,12 @@ def main() -> None:
         if debug:
             raise
         _fail(" ".join(str(error).split()), error.exit_code)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         sys.exit(stop.exit_code)
-    except click.UsageError as error:
+    except _BadUsage as error:
         error.show()
         sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted: run the same command again to go on where it stopped", INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
