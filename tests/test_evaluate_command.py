@@ -209,6 +209,7 @@ def test_dtype_auto_is_the_configs_or_the_stored_one(make_llama: MakeLlama, tmp_
     (silent / "config.json").write_text(json.dumps(config))
     assert resolve_dtype("auto", open_model(str(silent))) == "bfloat16"
     assert resolve_dtype("float32", open_model(str(silent))) == "float32"
+    assert resolve_dtype("auto", open_model(str(silent)), "cpu") == "float32"
     with pytest.raises(UsageError, match="--dtype int8"):
         resolve_dtype("int8", open_model(str(silent)))
 

@@ -88,7 +88,7 @@ def evaluate(
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32, bfloat16 or float16, for both models; auto is the baseline's own.",
+            help="float32, bfloat16 or float16, for both models; auto is float32 on a CPU, elsewhere the baseline's own.",
             rich_help_panel=_COMPUTE,
         ),
     ] = "auto",

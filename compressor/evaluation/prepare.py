@@ -68,7 +68,8 @@ def prepare(baseline: Source | None, compressed: Source, settings: Settings) -> 
         raise InputRefused(
             f"{compressed.ref} is evaluated as {task} and {baseline.ref} as {other}: not one model"
         )
-    device, dtype = resolve_device(settings.device), resolve_dtype(settings.dtype, baseline or compressed)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, baseline or compressed, device)
     text_config = compressed.config.get("text_config") or compressed.config
     longest = text_config.get("max_position_embeddings")
     if longest is not None and settings.sequence_length > longest:
@@ -142,12 +143,18 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def resolve_dtype(name: str, source: Source) -> str:
-    """``auto`` becomes the dtype in the config, or else that of most of the stored weights."""
+def resolve_dtype(name: str, source: Source, device: str = "cuda") -> str:
+    """``auto`` becomes the dtype in the config, or else that of most of the stored weights.
+
+    On a CPU it becomes float32: most have no half-precision units, so that half precision is slower there,
+    and its rounding would add to the differences that are being measured.
+    """
     if name != "auto":
         if name not in DTYPES:
             raise UsageError(f"--dtype {name}: choose auto, {', '.join(DTYPES)}")
         return name
+    if device == "cpu":
+        return "float32"
     config = source.config.get("text_config") or source.config
     stated = config.get("dtype") or config.get("torch_dtype") or source.config.get("dtype")
     if isinstance(stated, str) and stated.removeprefix("torch.") in DTYPES:
