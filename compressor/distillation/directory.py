@@ -18,21 +18,25 @@ from compressor.errors import MachineLimit, UsageError
 
 class RunDirectory:
     """Context manager; ``path`` is where to work. ``publish`` moves what is in ``path / "output"`` to the target.
+    Of several processes only the ``main`` one prepares and locks it.
 
     Raises UsageError when the target exists, or holds no checkpoint that may be replaced, or when an
     unfinished run had other settings; MachineLimit when another run is at work.
     """
 
-    def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool) -> None:
+    def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool, main: bool = True) -> None:
         self.target = target.absolute()
         self.path = self.target.with_name(f".{self.target.name}.partial")
         self.output = self.path / "output"
         self._settings = json.loads(json.dumps(settings, default=str))
         self._overwrite = overwrite
         self._lock: IO[bytes] | None = None
+        self._main = main
         check_target(self.target, overwrite=overwrite)
 
     def __enter__(self) -> "RunDirectory":
+        if not self._main:
+            return self
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / "lock").open("ab")
         try:
@@ -68,7 +72,12 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
         # Keep what a next run can use; nothing is worth keeping before the first checkpoint.
-        if kind is not None and not list(self.path.glob("**/progress.json")) and self.path.exists():
+        if (
+            self._main
+            and kind is not None
+            and not list(self.path.glob("**/progress.json"))
+            and self.path.exists()
+        ):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def publish(self) -> None:

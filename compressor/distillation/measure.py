@@ -85,11 +85,13 @@ def score(
     vocabulary: int | None = None,
     teacher: RowModel | None = None,
     generate: Callable[[Batch], list[str]] | None = None,
+    answered: dict[int, tuple[Any, Any]] | None = None,
 ) -> Columns:
     """Sums of every example, float64 [n] by name (for question answering, of every question).
 
     With a ``teacher``: ``kl`` = KL(teacher ‖ model) at T = 1 and ``agree``, the rows both rank the same class
-    first (for regression: the squared distance and nothing). ``generate`` writes seq2seq answers.
+    first (for regression: the squared distance and nothing). ``generate`` writes seq2seq answers. ``answered``
+    is filled with (prediction, reference) where a task has one for each example or question.
     """
     device = next(model.bare.parameters()).device
     was_training = model.module.training
@@ -128,18 +130,22 @@ def score(
         chosen = [examples.items[i] for i in ids]
         for name, sums in _task_sums(examples, chosen, per_example).items():
             put(name, ids, sums)
+        if answered is not None:
+            answered |= _answers(examples.task, ids, chosen, per_example)
         if examples.task == "question-answering":
             for example, logits in zip(chosen, per_example, strict=True):
                 _keep_best(answers, example, logits)
         if generate is not None and examples.task == "seq2seq":
             texts = generate(batch)
+            if answered is not None:
+                answered |= {i: (t, e.reference) for i, t, e in zip(ids, texts, chosen, strict=True)}
             put("one", ids, np.ones(len(ids)))
             put("rouge", ids, [rouge_l(t, e.reference) for t, e in zip(texts, chosen, strict=True)])
     model.module.train(was_training)
     if "nll" in columns and not np.isfinite(columns["nll"]).all():
         raise InputRefused("the model gives logits that are not finite: try --dtype float32")
     if examples.task == "question-answering":
-        columns = _by_question(columns, examples, answers)
+        columns = _by_question(columns, examples, answers, answered)
     return columns
 
 
@@ -165,6 +171,20 @@ def _row_values(task: TaskName, z: Tensor, labels: Tensor, zt: Tensor | None) ->
         values["kl"] = forward_kl(log_p, softened(zt, 1.0))
         values["agree"] = (first == zt.argmax(-1)).float()
     return values
+
+
+def _answers(
+    task: TaskName, ids: Sequence[int], chosen: Sequence[Example], said: Sequence[Tensor]
+) -> dict[int, tuple[Any, Any]]:
+    """Predictions and references as metrics of the evaluate library take them."""
+    match task:
+        case "classification":
+            return {i: (int(z[0]), e.labels[0]) for i, e, z in zip(ids, chosen, said, strict=True)}
+        case "regression":
+            return {
+                i: (float(z.flatten()[0]), e.labels[0]) for i, e, z in zip(ids, chosen, said, strict=True)
+            }
+    return {}
 
 
 def _task_sums(
@@ -219,7 +239,10 @@ def _keep_best(answers: dict[int, tuple[float, str, float]], example: Example, l
 
 
 def _by_question(
-    columns: Columns, examples: Examples, answers: dict[int, tuple[float, str, float]]
+    columns: Columns,
+    examples: Examples,
+    answers: dict[int, tuple[float, str, float]],
+    answered: dict[int, tuple[Any, Any]] | None,
 ) -> Columns:
     owner = np.array([example.reference["question"] for example in examples.items])
     names, index = np.unique(owner, return_inverse=True)
@@ -229,6 +252,8 @@ def _by_question(
     references = {e.reference["question"]: e.reference["answers"] for e in examples.items}
     found = [answers[int(q)] for q in names]
     texts = [text if best > none else "" for best, text, none in found]
+    if answered is not None:
+        answered |= {int(q): (t, references[int(q)]) for q, t in zip(names, texts, strict=True)}
     result["em"] = np.array([exact_match(t, references[int(q)]) for q, t in zip(names, texts, strict=True)])
     result["f1"] = np.array([token_f1(t, references[int(q)]) for q, t in zip(names, texts, strict=True)])
     result["questions"] = np.ones(len(names))

@@ -78,7 +78,14 @@ def load_model(
         )
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
-    return model.eval()
+    model.eval()
+    if source.quantized:
+        # compressed-tensors unpacks the weights at the first forward pass.
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+        with quiet(), torch.inference_mode():
+            model(**inputs)
+    return model
 
 
 def save_student(

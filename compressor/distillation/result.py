@@ -114,7 +114,7 @@ def report_section(distilled: Distilled, settings: DistillRecipe) -> Distillatio
         task=distilled.task,
         metric=name,
         better=METRICS[distilled.task][name].better,
-        loss=describe(distilled.objective, settings, distilled.progress.rows),
+        loss=describe(distilled, settings),
         arms={arm: _arm(content) for arm, content in distilled.arms.items()},
         retention=distilled.retention,
         recovery=distilled.recovery,
@@ -148,9 +148,10 @@ def gates(distilled: Distilled, settings: DistillRecipe) -> list[Check]:
     return checks
 
 
-def describe(objective: Objective, settings: DistillRecipe, rows: int) -> str:
+def describe(distilled: Distilled, settings: DistillRecipe) -> str:
     """The loss in words that another lab could repeat."""
-    row = "token" if settings.task in LANGUAGE_MODELS else "row"
+    objective = distilled.objective
+    row = "token" if distilled.task in LANGUAGE_MODELS else "row"
     parts = [
         f"{objective.alpha:g} × T² × {objective.kind} at T={objective.temperature:g}",
         f"{1 - objective.alpha:g} × cross-entropy",
@@ -159,7 +160,7 @@ def describe(objective: Objective, settings: DistillRecipe, rows: int) -> str:
         parts.append(f"{settings.hidden:g} × hidden MSE per real token")
     if settings.relations:
         parts.append(f"{settings.relations:g} × relation KL per real token")
-    return f"{' + '.join(parts)}; sums over supervised {row}s ÷ their number in the step; {rows:,} rows"
+    return f"{' + '.join(parts)}; sums over supervised {row}s ÷ their number in the step; {distilled.progress.rows:,} {row}s in all"
 
 
 def _arm(arm: Arm) -> DistillationArm:

@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,17 @@ from compressor.distillation.forward import RowModel, head_matches
 from compressor.distillation.fused import Objective
 from compressor.distillation.inner import make_inner_loss
 from compressor.distillation.latency import measure_latency
-from compressor.distillation.loop import Progress, Teacher, Training, batches, decoder_start, train
+from compressor.distillation.loop import Point, Progress, Teacher, Training, batches, decoder_start, train
 from compressor.distillation.measure import Measured, better, generator, measured, score, value
+from compressor.distillation.metric_library import compute, load_metrics
 from compressor.distillation.models import load_model, save_student, with_lora
+from compressor.distillation.quantized import (
+    QuantizedStudent,
+    check_saved,
+    make_trainable,
+    open_quantized,
+    save_quantized,
+)
 from compressor.distillation.result import Arm, Distilled, report_section
 from compressor.distillation.tasks import (
     LANGUAGE_MODELS,
@@ -52,13 +60,14 @@ from compressor.distillation.tasks import (
 )
 from compressor.distillation.teacher import LiveTeacher, mass_outside, teacher_dtype
 from compressor.errors import GateFailed, InputRefused, UsageError
+from compressor.evaluation.bootstrap import Estimate
 from compressor.evaluation.prepare import resolve_device, resolve_dtype
 from compressor.recipes import DistillRecipe, Recipe
 from compressor.reports.schema import Distillation
 from compressor.sources.model import Source, load_tokenizer, open_model
 from compressor.sources.tensors import file_sha256
 
-_CALIBRATION = 64  # examples that importance is measured on
+_CALIBRATION = 8192  # tokens, at most, that importance is measured on
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,14 @@ class Job:
     teacher: Source
     student: Source | None
     request: Request | None
+    quantized: QuantizedStudent | None
     training: Examples
     validation: Examples
     test: Examples
     objective: Objective
     schedule: Training
     device: str
+    metrics: dict[str, Any]
     warnings: tuple[str, ...]
 
 
@@ -91,12 +102,21 @@ def prepare(recipe: Recipe, output: Path | None, *, overwrite: bool) -> Job:
         check_target(output, overwrite=overwrite)
     teacher = _open(recipe, recipe.model, recipe.revision)
     task = _task(settings, teacher)
-    request = student = None
+    request = student = quantized = None
     if settings.student is None:
         if output is not None:
-            raise UsageError("--student: name a model, derive:layers=N or derive:params=P%")
+            raise UsageError(
+                "--student: name a model, derive:layers=N, derive:params=P% or quantized:DIRECTORY"
+            )
     elif settings.student.startswith("derive:"):
         request = parse_request(settings.student.removeprefix("derive:"))
+    elif settings.student.startswith("quantized:"):
+        student = open_model(settings.student.removeprefix("quantized:"), allow_quantized=True)
+        quantized = open_quantized(student)
+        if settings.lora is not None:
+            raise UsageError("--lora does not apply to a quantized student: its own weights are trained")
+        if settings.teacher_epochs:
+            raise UsageError("--teacher-epochs does not apply: a quantized student's teacher is its original")
     else:
         student = _open(recipe, settings.student, settings.student_revision)
     for package, asked, extra in (
@@ -127,8 +147,8 @@ def prepare(recipe: Recipe, output: Path | None, *, overwrite: bool) -> Job:
             "--hidden and --relations are for models with one stack of layers, not encoder-decoders"
         )
     return Job(
-        recipe, settings, task, teacher, student, request, training, validation, test, objective,
-        _schedule(settings, task, len(training), recipe.seed), device, tuple(warnings),
+        recipe, settings, task, teacher, student, request, quantized, training, validation, test, objective,
+        _schedule(settings, task, len(training), recipe.seed), device, load_metrics(settings.metrics), tuple(warnings),
     )  # fmt: skip
 
 
@@ -215,7 +235,7 @@ def _data(
         validation = read(data.evaluate, data.evaluate_split, data.evaluate_samples, names)
     test = validation
     if data.test is not None:
-        test = read(data.test, data.test_split, None, names)
+        test = read(data.test, data.test_split, data.test_samples, names)
         seen = {example.key for example in training.items} & {example.key for example in test.items}
         if seen:
             warnings.append(
@@ -241,15 +261,20 @@ def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) ->
     Raises GateFailed when a gate that was asked for is not met; the student and its report are there then.
     """
     warnings = list(job.warnings)
-    with RunDirectory(output, _fingerprint(job), overwrite=overwrite) as run:
-        accelerator = _accelerator(job, run.output / "logs")
+    accelerator = _accelerator(job, output.with_name(f".{output.name}.partial") / "output" / "logs")
+    main = accelerator.is_main_process
+    with RunDirectory(output, _fingerprint(job), overwrite=overwrite, main=main) as run:
+        accelerator.wait_for_everyone()
+        if job.settings.track != "none" and accelerator.log_with:
+            accelerator.init_trackers("distill")
         teacher_source = job.teacher
         if job.settings.teacher_epochs:
             teacher_source = _fine_tuned(
                 job, output.with_name(f"{output.name}-teacher"), run.path, accelerator
             )
         teacher = _load_teacher(job, teacher_source, accelerator)
-        initial, layer_map = _initial(job, teacher, run.path / "initial", _pad_id(job))
+        with accelerator.main_process_first():
+            initial, layer_map = _initial(job, teacher, run.path / "initial", _pad_id(job))
         worker = _Worker(job, accelerator, teacher_source, teacher, initial, layer_map)
         progress = worker.train(run.path / "student", job.objective)
         control = None
@@ -264,6 +289,7 @@ def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) ->
                 shutil.copyfile(derived, run.output / "derive.json")
             write(section, [*warnings, *distilled.warnings], run.output)
             run.publish()
+        accelerator.wait_for_everyone()
     failed = [check for check in section.gates if not check.passed]
     if failed:
         raise GateFailed(
@@ -339,7 +365,7 @@ def _cached(job: Job, source: Source, rows: RowModel, vocabulary: int | None) ->
 
 def _fingerprint(job: Job) -> dict[str, Any]:
     settings = job.settings.model_dump(
-        mode="json", exclude={"save_every", "cache", "track", "min_retention", "beat_control"}
+        mode="json", exclude={"save_every", "cache", "track", "metrics", "min_retention", "beat_control"}
     )
     return {
         **settings,
@@ -366,8 +392,6 @@ def _accelerator(job: Job, logs: Path | None) -> Accelerator:
         log_with=None if track == "none" else track,
         project_dir=None if logs is None else str(logs),
     )
-    if track != "none":
-        accelerator.init_trackers("distill")
     return accelerator
 
 
@@ -399,7 +423,7 @@ def _fine_tuned(job: Job, directory: Path, path: Path, accelerator: Accelerator)
     )  # fmt: skip
     tokenizer = load_tokenizer(job.teacher)
     steps = max(1, math.ceil(job.settings.teacher_epochs * len(job.training) / job.settings.batch_size))
-    schedule = _replaced(job.schedule, steps=steps, seconds=None, save_every=None, dropout=True)
+    schedule = replace(job.schedule, steps=steps, seconds=None, save_every=None, dropout=True)
     train(
         model, None, job.training, Objective(alpha=0.0), schedule,
         accelerator=accelerator, directory=path / "teacher", pad_id=tokenizer.pad_token_id or 0,
@@ -416,12 +440,6 @@ def _fine_tuned(job: Job, directory: Path, path: Path, accelerator: Accelerator)
     return open_model(str(directory))
 
 
-def _replaced(training: Training, **changes: Any) -> Training:
-    from dataclasses import replace
-
-    return replace(training, **changes)
-
-
 def _initial(job: Job, teacher: Any, directory: Path, pad_id: int) -> tuple[Source, list[int] | None]:
     """The student before training, on disk, and for derived ones the teacher layer of each of its layers."""
     if job.student is not None:
@@ -430,7 +448,9 @@ def _initial(job: Job, teacher: Any, directory: Path, pad_id: int) -> tuple[Sour
     record = directory / "derive.json"
     if not record.exists():
         device = next(teacher.parameters()).device
-        chosen = np.random.default_rng([job.recipe.seed, 1]).permutation(len(job.training))[:_CALIBRATION]
+        chosen = np.random.default_rng([job.recipe.seed, 1]).permutation(len(job.training))[
+            : max(4, _CALIBRATION // job.settings.data.length)
+        ]
         sample = job.training.subset(sorted(chosen.tolist()), "calibration")
         made = batches(sample, job.settings.micro_batch, pad_id=pad_id, decoder_start=decoder_start(teacher))
         student, derived = derive(teacher, job.request, [make().to(device) for _, make in made], job.task)
@@ -486,12 +506,13 @@ class _Worker:
             self.teacher_rows, temperature=job.objective.temperature, vocabulary=self.vocabulary
         )
         if job.settings.cache is not None:
-            self.teacher = _cached(job, source, self.teacher_rows, self.vocabulary)
+            with accelerator.main_process_first():
+                self.teacher = _cached(job, source, self.teacher_rows, self.vocabulary)
 
     def _load(self, source: Source) -> Any:
         job = self.job
         new = job.student is not None and job.task not in LANGUAGE_MODELS and source is self.initial
-        has_head = new and (class_names_known(source) or job.task == "question-answering")
+        has_head = new and has_task_head(source)
         return load_model(
             source, job.task, device=str(self.accelerator.device), classes=self.classes, new_head=new and not has_head, seed=job.recipe.seed
         )  # fmt: skip
@@ -510,15 +531,23 @@ class _Worker:
     def train(self, directory: Path, objective: Objective, steps: int | None = None) -> Progress:
         job, accelerator = self.job, self.accelerator
         label = directory.name
-        schedule = job.schedule if steps is None else _replaced(job.schedule, steps=steps, seconds=None)
+        schedule = job.schedule if steps is None else replace(job.schedule, steps=steps, seconds=None)
         finished = directory / "finished.json"
         if finished.exists():
             return _progress(json.loads(finished.read_text("utf-8")))
-        student = self._load(self.initial)
+        quantized = job.quantized
+        student = self._load(job.teacher if quantized is not None else self.initial)
         save: Callable[[Any, Path, dict[str, Tensor]], None] = save_student
         if job.settings.lora is not None:
             student = with_lora(student, job.settings.lora, job.recipe.seed)
             save = _save_merged
+        if quantized is not None:
+            student = make_trainable(student, quantized)
+            how = {"loss": job.objective.kind, "alpha": objective.alpha, "temperature": objective.temperature}
+
+            def save(model: Any, directory: Path, state: dict[str, Tensor]) -> None:
+                save_quantized(model, directory, quantized, how)
+
         if objective.alpha:
             head = self._rows(student, _bare(student))
             if job.task in LANGUAGE_MODELS and not head.fused:
@@ -546,19 +575,23 @@ class _Worker:
             label=label,
         )
         if accelerator.is_main_process:
-            from dataclasses import asdict
-
             finished.write_text(json.dumps(asdict(progress)), "utf-8")
         accelerator.free_memory()
         return progress
 
-    def _score(self, rows: RowModel, examples: Examples, against_teacher: bool = False) -> Any:
+    def _score(
+        self,
+        rows: RowModel,
+        examples: Examples,
+        against_teacher: bool = False,
+        answered: dict[int, tuple[Any, Any]] | None = None,
+    ) -> Any:
         generate = None
         if against_teacher and self.job.task == "seq2seq":
             generate = generator(rows.bare, self.tokenizer, self.job.settings.data.length)
         return score(
             rows, examples, pad_id=self.pad_id, batch_size=self.job.settings.micro_batch, vocabulary=self.vocabulary,
-            teacher=self.teacher_rows if against_teacher else None, generate=generate,
+            teacher=self.teacher_rows if against_teacher else None, generate=generate, answered=answered,
         )  # fmt: skip
 
     def finish(
@@ -568,25 +601,33 @@ class _Worker:
         job = self.job
         best = run.path / "student" / "best"
         dtype = getattr(torch, resolve_dtype("auto", job.teacher))
-        student = self._load(open_model(str(best)))
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and job.quantized is not None:
+            shutil.copytree(best, run.output, dirs_exist_ok=True)
+            check_saved(run.output, job.teacher)
+        elif self.accelerator.is_main_process:
+            student = self._load(open_model(str(best)))
             save_student(student, run.output, student.state_dict(), dtype)
             load_tokenizer(self.initial).save_pretrained(run.output)
         self.accelerator.wait_for_everyone()
-        sources = {"teacher": teacher, "before": self.initial, "after": open_model(str(run.output))}
+        sources = {"teacher": teacher, "before": self.initial, "after": _reopened(run.output)}
         if control is not None:
-            sources["control"] = open_model(str(run.path / "control" / "best"))
+            sources["control"] = _reopened(run.path / "control" / "best")
         arms: dict[str, Arm] = {}
         for name, source in sources.items():
             rows = self.teacher_rows
             if name != "teacher":
                 model = self._load(source)
                 rows = self._rows(model, model)
-            result: Measured = measured(
-                job.task, self._score(rows, job.test, against_teacher=True), seed=job.recipe.seed
-            )
+            answered: dict[int, tuple[Any, Any]] = {}
+            columns = self._score(rows, job.test, against_teacher=True, answered=answered)
+            result: Measured = measured(job.task, columns, seed=job.recipe.seed)
+            if job.metrics:
+                pairs = list(answered.values())
+                found = compute(job.metrics, [p for p, _ in pairs], [r for _, r in pairs])
+                more = {key: Estimate(number, None, None) for key, number in found.items()}
+                result = Measured({**result.metrics, **more}, columns)
             latency = None
-            if name in ("teacher", "after"):
+            if name in ("teacher", "after") and self.accelerator.is_main_process:
                 latency = measure_latency(
                     source.path, job.task, batch=job.settings.micro_batch, length=min(128, job.settings.data.length),
                     device=job.device, dtype="float32" if job.device == "cpu" else "bfloat16",
@@ -601,12 +642,14 @@ class _Worker:
         )  # fmt: skip
 
 
-def class_names_known(source: Source) -> bool:
-    """Whether a checkpoint has a classifier of its own."""
-    return any(
-        "SequenceClassification" in a or "TokenClassification" in a
-        for a in source.config.get("architectures") or []
-    )
+def _reopened(directory: Path) -> Source:
+    return open_model(str(directory), allow_quantized=True)
+
+
+def has_task_head(source: Source) -> bool:
+    """Whether a checkpoint is of a class with a head for classes or answers."""
+    heads = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+    return any(head in name for head in heads for name in source.config.get("architectures") or [])
 
 
 def _bare(model: Any) -> Any:
@@ -621,8 +664,6 @@ def _save_merged(model: Any, directory: Path, state: dict[str, Tensor]) -> None:
 
 
 def _progress(stored: dict[str, Any]) -> Progress:
-    from compressor.distillation.loop import Point
-
     stored["curve"] = [Point(**point) for point in stored["curve"]]
     return Progress(**stored)
 

@@ -33,7 +33,7 @@ def build_problem(
     rules: Rules,
     *,
     table: CostTable | None = None,
-    interactions: bool = True,
+    interactions: bool = False,
     replaced: Mapping[tuple[str, str], float] | None = None,
 ) -> Problem:
     """The allocation problem. ``replaced`` holds measured damages that stand in for predicted ones.

@@ -1,0 +1,214 @@
+"""Recovery of a quantized checkpoint: its weights are trained while they stay quantized, and packed again.
+
+Every quantized layer computes with s · round(clamp(w / s)), the same grid as :mod:`compressor.formats`, where
+round passes gradients straight through (Bengio et al. 2013, arXiv 1308.3432). By the chain rule the gradient
+of the scale is then that of LSQ (Esser et al. 2020, arXiv 1902.08153): round(w/s) − w/s inside the grid and its
+end outside. Everything that is not quantized stays byte for byte as it is in the checkpoint.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from compressor.checkpoint.artifact import Artifact, formats_of, read_json_config
+from compressor.checkpoint.carried_files import carried_files
+from compressor.checkpoint.compressed_tensors import decode, encode
+from compressor.checkpoint.safetensors_file import write_safetensors
+from compressor.checkpoint.sidecar import SIDECAR, read_sidecar
+from compressor.checkpoint.verify import verify
+from compressor.errors import InputRefused, VerificationFailed
+from compressor.formats import Format
+from compressor.formats.format import FP8_MAX
+from compressor.formats.quantize import (
+    QuantizedWeight,
+    fake_quantize_activations,
+    grouped,
+    quantize,
+    storable,
+)
+from compressor.sources.model import Source
+from compressor.sources.tensors import INDEX, index_directory, read_tensor
+
+# How near to the border of its rounding cell a weight may begin, in steps.
+_INSIDE = 0.499
+
+
+class FakeQuantized(nn.Module):
+    """Parametrization of a weight [out, in] by its quantized value; ``scale`` [out, groups] is learned for integers."""
+
+    def __init__(self, scale: Tensor, fmt: Format, stored: torch.dtype) -> None:
+        super().__init__()
+        self.start: Tensor
+        self.register_buffer("start", scale.float().clone())
+        # Learned relative to where it begins, so that one learning rate suits any magnitude.
+        self.factor = nn.Parameter(torch.ones_like(self.start), requires_grad=fmt.kind == "int")
+        self.format, self.stored = fmt, stored
+
+    @property
+    def scale(self) -> Tensor:
+        return self.start * self.factor
+
+    def stored_scale(self) -> Tensor:
+        """The scale as it will be stored; its gradient passes through the rounding."""
+        scale = self.scale
+        return scale + (storable(scale.detach(), self.stored) - scale.detach())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        fmt = self.format
+        scale = self.stored_scale()[..., None]
+        scaled = grouped(weight.float(), fmt) / scale
+        if fmt.kind == "fp8":
+            inside = scaled.clamp(-FP8_MAX, FP8_MAX)
+            nearest = inside.detach().to(torch.float8_e4m3fn).float()
+        else:
+            inside = scaled.clamp(fmt.qmin, fmt.qmax)
+            nearest = inside.detach().round()
+        codes = inside + (nearest - inside.detach())
+        return (codes * scale).reshape(weight.shape).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class QuantizedStudent:
+    """A quantized checkpoint as an object of training; ``artifact`` is how its files are read."""
+
+    source: Source
+    artifact: Artifact
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        return {layer: fmt for layer, fmt in self.artifact.formats.items() if fmt is not None}
+
+
+def open_quantized(source: Source) -> QuantizedStudent:
+    """Raises InputRefused unless it is a compressed-tensors checkpoint of formats that have a name here."""
+    config = read_json_config(source.path)
+    tensors = index_directory(source.path)
+    formats = formats_of(config["quantization_config"], tensors)
+    unknown = sorted(layer for layer, fmt in formats.items() if fmt is None)
+    if unknown or not formats:
+        first = unknown[0] if unknown else "it"
+        raise InputRefused(
+            f"{source.path}: {first} has no quantized format that can be trained: quantize with compressor"
+        )
+    return QuantizedStudent(
+        source, Artifact(source.path, config, tensors, read_sidecar(source.path), formats)
+    )
+
+
+def make_trainable(model: Any, student: QuantizedStudent) -> Any:
+    """Turn ``model``, the original, into the quantized one in place, with the quantized weights to train.
+
+    Its masters are the original's weights, moved into the rounding cells of the stored codes: at first the
+    model computes exactly what the checkpoint does, and a weight that was rounded far is near the border.
+    """
+    model.requires_grad_(False)
+    modules = dict(model.named_modules())
+    prefix = getattr(model, "base_model_prefix", "")
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, entry in student.artifact.tensors.items():
+            layer = name.rpartition(".")[0]
+            parameter = own.get(name, own.get(f"{prefix}.{name}"))
+            if layer not in student.formats and parameter is not None:
+                parameter.copy_(read_tensor(entry))
+    for layer, fmt in student.formats.items():
+        module = modules.get(layer) or modules.get(f"{prefix}.{layer}")
+        if not isinstance(module, nn.Linear):
+            raise InputRefused(
+                f"{student.source.path}: {layer} is no linear layer of the original: give its --teacher"
+            )
+        stored = student.artifact.by_layer[layer]["weight_scale"].torch_dtype
+        weight = decode(layer, student.artifact.read(layer), fmt)
+        codes, scale = weight.codes.float(), weight.scale.float()
+        groups = grouped(codes, fmt)
+        device = module.weight.device
+        if fmt.kind == "int":
+            original = grouped(module.weight.detach().float().cpu(), fmt) / scale[..., None]
+            inside = torch.minimum(torch.maximum(original, groups - _INSIDE), groups + _INSIDE)
+            groups = inside.clamp(fmt.qmin, fmt.qmax)
+        master = (groups * scale[..., None]).reshape(codes.shape)
+        module.weight = nn.Parameter(master.to(device, torch.float32), requires_grad=True)
+        quantizer = FakeQuantized(scale.to(device), fmt, stored)
+        parametrize.register_parametrization(module, "weight", quantizer, unsafe=True)
+        if fmt.activations is not None:
+            module.register_forward_pre_hook(_quantize_input(fmt))
+    return model
+
+
+def _quantize_input(fmt: Format) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = inputs[0]
+        return x + (fake_quantize_activations(x.detach(), fmt) - x.detach()), *inputs[1:]
+
+    return hook
+
+
+def packed_layers(model: Any, student: QuantizedStudent) -> dict[str, Tensor]:
+    """The stored tensors of all quantized layers.
+
+    Raises VerificationFailed unless what they decode to is, bit for bit, what the model computes with.
+    """
+    modules = dict(model.named_modules())
+    prefix = getattr(model, "base_model_prefix", "")
+    tensors: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for layer, fmt in student.formats.items():
+            module = modules.get(layer) or modules[f"{prefix}.{layer}"]
+            parts: Any = module.parametrizations["weight"]
+            scale = storable(parts[0].scale, parts[0].stored)
+            weight = QuantizedWeight(quantize(parts.original, scale, fmt), scale, fmt)
+            made = encode(layer, weight, parts[0].stored)
+            tensors |= made
+            decoded = decode(layer, made, fmt).dequantize(torch.float32)
+            if not torch.equal(decoded, module.weight.float().cpu()):
+                raise VerificationFailed(f"{layer}: its packed weights are not those it was trained with")
+    return tensors
+
+
+def save_quantized(model: Any, directory: Path, student: QuantizedStudent, note: dict[str, Any]) -> None:
+    """Write the checkpoint with the trained layers: same files, same config, everything else copied byte for byte."""
+    trained = packed_layers(model, student)
+    source = student.source.path
+    directory.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    for file in student.source.weight_files:
+        entries = {n: e for n, e in student.artifact.tensors.items() if e.file == file}
+        digests[file.name] = write_safetensors(
+            directory / file.name, {n: trained.get(n, e) for n, e in entries.items()}
+        )
+    for path in carried_files(source):
+        (directory / path).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copyfile(source / path, directory / path)
+    for name in ("config.json", INDEX):
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+    if student.artifact.sidecar is not None:
+        # Its probe told what the checkpoint answered before it was trained.
+        changed = student.artifact.sidecar.model_copy(
+            update={
+                "files": digests, "probe": None, "settings": {**student.artifact.sidecar.settings, "recovery": note},
+            }
+        )  # fmt: skip
+        text = json.dumps(changed.model_dump(mode="json"), indent=2, ensure_ascii=False)
+        (directory / SIDECAR).write_text(text + "\n", "utf-8")
+
+
+def check_saved(directory: Path, original: Source) -> list[str]:
+    """Run ``compressor verify``'s checks, with transformers, on the result; returns one line a check.
+
+    Raises VerificationFailed naming the first that did not hold.
+    """
+    checks = verify(
+        directory, source=original, engine="transformers", trust_remote_code=original.trust_remote_code
+    )
+    for check in checks:
+        if not check.passed:
+            raise VerificationFailed(f"{directory}: {check.name}: {check.detail}")
+    return [f"{check.name}: {check.detail}" for check in checks]
