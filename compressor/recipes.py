@@ -131,14 +131,16 @@ class DistillDataRecipe(_Strict):
     header: tuple[str, ...] | None = None
     columns: dict[str, str] = {}
     samples: Annotated[int, Field(ge=1)] | None = None
-    evaluate_samples: Annotated[int, Field(ge=1)] = 2000
+    evaluate_samples: Annotated[int, Field(ge=1)] = 500
+    test_samples: Annotated[int, Field(ge=1)] = 10_000
     length: Annotated[int, Field(ge=8)] = 256
 
 
 class DistillRecipe(_Strict):
     """A student for ``model``, the teacher.
 
-    ``student``: a path or hub id, ``derive:layers=N`` or ``derive:params=P%``. Unset ``temperature`` and
+    ``student``: a path or hub id, ``derive:layers=N``, ``derive:params=P%``, or ``quantized:DIRECTORY``, a checkpoint
+    that was quantized from ``model`` and is to recover. Unset ``temperature`` and
     ``alpha`` are 1 and 1 for language models, 3 and 0.7 for classifiers and question answering.
     ``batch_size`` examples make an optimizer step over all processes, ``micro_batch`` go through at a time.
     ``steps``, ``epochs`` or ``time_budget`` (minutes) end the training, whichever comes first.
@@ -176,6 +178,7 @@ class DistillRecipe(_Strict):
     save_every: Annotated[int, Field(ge=1)] | None = None
     track: str = "auto"
     control: bool = False
+    metrics: tuple[str, ...] = ()
     min_retention: Annotated[float, Field(gt=0)] | None = None
     beat_control: bool = False
 

@@ -156,7 +156,17 @@ def test_lora_student_is_merged(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_hidden_and_relation_losses_pull_the_student(teacher: Path, tmp_path: Path) -> None:
-    distill(*common(teacher, tmp_path / "inner"), "--hidden", "1", "--relations", "1", "--lr", "3e-3", "--steps", "40")
+    distill(
+        *common(teacher, tmp_path / "inner"),
+        "--hidden",
+        "1",
+        "--relations",
+        "1",
+        "--lr",
+        "3e-3",
+        "--steps",
+        "40",
+    )
     found = read_report(tmp_path / "inner").distillation
     assert found is not None
     points = [p for p in found.curve if p.loss is not None and p.kd is not None]
@@ -194,10 +204,12 @@ def test_a_classifier_is_taught_first_and_then_teaches(
         str(base), "-o", str(output), "--student", "derive:layers=1", "--task", "classification", "--data", str(reviews),
         "--header", "text,label", "--teacher-epochs", "6", "--epochs", "6", "--batch-size", "6", "--lr", "3e-3", "--device",
         "cpu", "--track", "none", "--cache", str(tmp_path / "cache"), "--min-retention", "0.9",
+        "--metric", "macro_f1",
     )  # fmt: skip
     found = read_report(output).distillation
     assert found is not None
     assert found.arms["teacher"].metrics["accuracy"].value == 1
+    assert found.arms["teacher"].metrics["macro_f1"].value == 1
     assert found.retention >= 0.9
     assert found.gates[0].passed
     student = BertForSequenceClassification.from_pretrained(output)

@@ -35,7 +35,7 @@ def distill(
         typer.Option(
             "--student",
             "-s",
-            help="A path or hub id, derive:layers=6, or derive:params=50%[,axes=depth+ffn+heads][,score=influence|kl].",
+            help="A path or hub id, derive:layers=6, derive:params=50%[,axes=depth+ffn+heads][,score=influence|kl], or quantized:DIR to recover a quantized checkpoint.",
             rich_help_panel=_STUDENT,
             show_default=False,
         ),
@@ -79,6 +79,14 @@ def distill(
         str | None,
         typer.Option(help="Data of the report's metrics.", rich_help_panel=_DATA, show_default=False),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="More metrics by the evaluate library: accuracy, macro_f1, matthews, spearman, squad, rouge, a path or a hub id. Repeatable.",
+            rich_help_panel=_CHECK,
+            show_default=False,
+        ),
+    ] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,6 +115,21 @@ def distill(
         int | None,
         typer.Option(
             min=1, help="Training examples to use; all by default.", rich_help_panel=_DATA, show_default=False
+        ),
+    ] = None,
+    evaluate_samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Examples to choose the best checkpoint by (500).",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = None,
+    test_samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Examples of the report (10,000).", rich_help_panel=_DATA, show_default=False
         ),
     ] = None,
     length: Annotated[
@@ -355,6 +378,8 @@ def distill(
     goes on where it stopped when the same command is given again. Under accelerate launch or torchrun it
     uses all processes.
     """
+    from accelerate import PartialState
+
     from compressor.distillation.run import capture_only, prepare
     from compressor.pipelines.distill import run_distill
     from compressor.reports.terminal import print_report
@@ -367,10 +392,10 @@ def distill(
         "teacher_epochs": teacher_epochs, "cache": cache, "cache_targets": cache_targets, "steps": steps,
         "epochs": epochs, "time_budget": time_budget, "batch_size": batch_size, "micro_batch": micro_batch,
         "learning_rate": learning_rate, "schedule": schedule, "optimizer": optimizer, "dtype": dtype,
-        "dropout": dropout or None, "save_every": save_every, "track": track, "control": control or None,
+        "dropout": dropout or None, "save_every": save_every, "metrics": metric or None, "track": track, "control": control or None,
         "min_retention": min_retention, "beat_control": beat_control or None,
         "data.train": data, "data.evaluate": evaluate_data, "data.test": test_data, "data.samples": samples,
-        "data.length": length, "data.header": None if header is None else header.split(","),
+        "data.length": length, "data.evaluate_samples": evaluate_samples, "data.test_samples": test_samples, "data.header": None if header is None else header.split(","),
     }  # fmt: skip
     for option, pairs, allowed in (("split", split, ("train", "evaluate", "test")), ("column", column, None)):
         for pair in pairs or []:
@@ -385,7 +410,7 @@ def distill(
     }  # fmt: skip
     resolved = build_recipe(recipe, overrides)
     if resolved.distill is None:
-        raise UsageError("--student: name a model, derive:layers=N or derive:params=P%")
+        raise UsageError("--student: name a model, derive:layers=N, derive:params=P% or quantized:DIRECTORY")
     if cache_only and resolved.distill.cache is None:
         raise UsageError("--cache-only: name the directory with --cache")
     if resolved.output is None and not cache_only:
@@ -409,6 +434,8 @@ def distill(
         return
     assert resolved.output is not None
     run_distill(job, resolved.output, overwrite=overwrite, started=started)
+    if not PartialState().is_main_process:
+        return
     report = read_report(resolved.output)
     if as_json:
         out.file.write(report_json(report))
