@@ -49,7 +49,8 @@ def common(teacher: Path, output: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_derived_student_with_its_report(teacher: Path, tmp_path: Path) -> None:
+def test_a_derived_student_with_its_report(make_llama: MakeLlama, tmp_path: Path) -> None:
+    teacher = make_llama(seed=5, num_hidden_layers=4, dtype=torch.bfloat16)
     output = tmp_path / "student"
     distill(*common(teacher, output), "--control", "--lr", "1e-3")
     assert not list(tmp_path.glob(".student*"))
@@ -58,6 +59,8 @@ def test_a_derived_student_with_its_report(teacher: Path, tmp_path: Path) -> Non
     assert student.config.use_cache
     assert AutoTokenizer.from_pretrained(output)("fox")["input_ids"]
     assert set(load_file(output / "model.safetensors")) <= set(student.state_dict())
+    dtypes = {str(value.dtype) for value in load_file(output / "model.safetensors").values()}
+    assert dtypes == {f"torch.{json.loads((output / 'config.json').read_text())['dtype']}"}
     assert json.loads((output / "derive.json").read_text())["layers"] == {"model.layers": [0, 3]}
 
     report = read_report(output)

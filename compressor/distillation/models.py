@@ -88,23 +88,15 @@ def load_model(
     return model
 
 
-def save_student(
-    model: Any, directory: Path, state: dict[str, Tensor], dtype: torch.dtype | None = None
-) -> None:
-    """A plain checkpoint of ``model`` with the weights in ``state``; ``dtype`` is that of the files."""
-    if dtype is not None:
-        state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+def save_student(model: Any, directory: Path, state: dict[str, Tensor]) -> None:
+    """A plain checkpoint of ``model`` with the weights in ``state``."""
     used_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
     if used_cache is not None:
         model.config.use_cache = True
-    before = model.config.dtype
-    if dtype is not None:
-        model.config.dtype = dtype
     try:
         with quiet():
             model.save_pretrained(directory, state_dict=state)
     finally:
-        model.config.dtype = before
         if used_cache is not None:
             model.config.use_cache = used_cache
 

@@ -281,7 +281,6 @@ def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) ->
         if job.settings.control:
             control = worker.train(run.path / "control", Objective(alpha=0.0), steps=progress.step)
         distilled = worker.finish(run, teacher_source, progress, control)
-        accelerator.end_training()
         section = report_section(distilled, job.settings)
         if accelerator.is_main_process:
             derived = run.path / "initial" / "derive.json"
@@ -290,6 +289,7 @@ def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) ->
             write(section, [*warnings, *distilled.warnings], run.output)
             run.publish()
         accelerator.wait_for_everyone()
+    accelerator.end_training()  # closes trackers, and the process group
     failed = [check for check in section.gates if not check.passed]
     if failed:
         raise GateFailed(
@@ -605,8 +605,9 @@ class _Worker:
             shutil.copytree(best, run.output, dirs_exist_ok=True)
             check_saved(run.output, job.teacher)
         elif self.accelerator.is_main_process:
-            student = self._load(open_model(str(best)))
-            save_student(student, run.output, student.state_dict(), dtype)
+            # transformers writes the dtype of the parameters into config.json, so they are what is cast.
+            student = self._load(open_model(str(best))).to(dtype)
+            save_student(student, run.output, student.state_dict())
             load_tokenizer(self.initial).save_pretrained(run.output)
         self.accelerator.wait_for_everyone()
         sources = {"teacher": teacher, "before": self.initial, "after": _reopened(run.output)}
