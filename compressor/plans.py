@@ -68,7 +68,9 @@ def read_plan(file: Path) -> Plan:
             try:
                 parse_format(assignment.format)
             except UsageError as error:
-                raise UsageError(f"{file}, line {line_of(text, 'layers', name)}: layer {name}: {error}") from None
+                raise UsageError(
+                    f"{file}, line {line_of(text, 'layers', name)}: layer {name}: {error}"
+                ) from None
         return plan
     except ValidationError as error:
         first = error.errors()[0]

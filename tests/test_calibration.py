@@ -45,7 +45,9 @@ def test_streamed_logits_equal_the_model(tiny_llama_dir: Path, batch_bytes: int)
     torch.testing.assert_close(outputs(skeleton, graph, stream, dtype=torch.float32), expected)
 
 
-def collect(directory: Path, batch_bytes: int, padded: bool = False) -> tuple[dict[str, torch.Tensor], list[str], Stream]:
+def collect(
+    directory: Path, batch_bytes: int, padded: bool = False
+) -> tuple[dict[str, torch.Tensor], list[str], Stream]:
     """Second moments of every unit when weights are halved as they are "rounded"."""
     skeleton, graph, stream = start(directory, batch_bytes, padded)
     seen: dict[str, torch.Tensor] = {}
@@ -77,7 +79,9 @@ def test_second_moments_are_those_behind_the_rounded_prefix(tiny_llama_dir: Path
     for name, module in model.named_modules():
         if name.startswith("model.layers") and isinstance(module, torch.nn.Linear):
             module.weight.data *= 0.5
-            module.register_forward_pre_hook(lambda _, args, name=name: inputs.__setitem__(name, args[0].flatten(0, 1)))
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: inputs.__setitem__(name, args[0].flatten(0, 1))
+            )
     with torch.inference_mode():
         model.model(stream.input_ids)
     first = {"qkv": "q_proj", "gate_up": "gate_proj"}
@@ -106,7 +110,12 @@ def test_quantized_activations_are_what_later_layers_and_moments_see(make_llama:
     units = graph.units_of(0)
     formats = {x.name: parse_format("w8a8") for u in units for x in u.layers}
     keep = calibrate_block(
-        stream, block, 0, units, formats, lambda unit, h, n: {x.name: skeleton.module.get_submodule(x.name).weight for x in unit.layers}
+        stream,
+        block,
+        0,
+        units,
+        formats,
+        lambda unit, h, n: {x.name: skeleton.module.get_submodule(x.name).weight for x in unit.layers},
     )
     assert keep is None
     other_skeleton, _, other = start(Path(skeleton.source.path), 2**30)

@@ -21,7 +21,9 @@ from compressor.formats import (
 INT_FORMATS = ["w2g32", "w3g32", "w4g32", "w4g64", "w4g128", "w4", "w8", "w8g128", "w8a8"]
 
 
-def random_weight(seed: int, out_features: int = 6, in_features: int = 128, spread: float = 1.0) -> torch.Tensor:
+def random_weight(
+    seed: int, out_features: int = 6, in_features: int = 128, spread: float = 1.0
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out_features, in_features, generator=generator) * spread
 
@@ -45,7 +47,13 @@ def test_unknown_names_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "inputs", "expected"),
-    [("w4g128", 256, "w4g128"), ("w4g128", 192, "w4g64"), ("w4g128", 96, "w4g32"), ("w4g128", 100, None), ("w8", 7, "w8")],
+    [
+        ("w4g128", 256, "w4g128"),
+        ("w4g128", 192, "w4g64"),
+        ("w4g128", 96, "w4g32"),
+        ("w4g128", 100, None),
+        ("w8", 7, "w8"),
+    ],
 )
 def test_group_size_falls_back_to_one_that_divides(name: str, inputs: int, expected: str | None) -> None:
     found = fitting(parse_format(name), inputs)
@@ -84,7 +92,9 @@ def test_nearest_code_is_the_brute_force_nearest(name: str, seed: int) -> None:
 def test_searched_scale_is_never_worse_than_absmax(name: str, seed: int, weighted: bool) -> None:
     fmt = parse_format(name)
     weight = random_weight(seed) ** 3  # heavy tails
-    importance = torch.rand(128, generator=torch.Generator().manual_seed(seed)) if weighted else torch.ones(128)
+    importance = (
+        torch.rand(128, generator=torch.Generator().manual_seed(seed)) if weighted else torch.ones(128)
+    )
 
     def cost(scale: torch.Tensor) -> float:
         error = dequantize(quantize(weight, scale, fmt), scale, fmt, torch.float32) - weight
@@ -142,7 +152,9 @@ def test_activation_quantization_equals_compressed_tensors() -> None:
         module.quantization_scheme = scheme
         module.quantization_status = QuantizationStatus.FROZEN
         expected = forward_quantize(module, x, "input", scheme.input_activations)
-        torch.testing.assert_close(fake_quantize_activations(x, parse_format(name)), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            fake_quantize_activations(x, parse_format(name)), expected, rtol=0, atol=1e-6
+        )
 
 
 def test_bytes_count_codes_scales_and_shape() -> None:

@@ -10,7 +10,9 @@ from compressor.rounding.gptq import factorize, gptq, relative_error
 from compressor.rounding.unit import round_unit
 
 
-def problem(seed: int, out_features: int = 12, in_features: int = 96, tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+def problem(
+    seed: int, out_features: int = 12, in_features: int = 96, tokens: int = 400
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(in_features, in_features, generator=generator) / in_features**0.5
     x = torch.randn(tokens, in_features, generator=generator) @ mixing
@@ -18,13 +20,17 @@ def problem(seed: int, out_features: int = 12, in_features: int = 96, tokens: in
     return torch.randn(out_features, in_features, generator=generator), x.T @ x / tokens
 
 
-def by_the_book(weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, name: str, damping: float) -> torch.Tensor:
+def by_the_book(
+    weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, name: str, damping: float
+) -> torch.Tensor:
     """GPTQ as defined: after each column, the remaining columns are re-solved with the exact inverse."""
     fmt = parse_format(name)
     energy = hessian.diagonal()
     order = torch.argsort(energy, descending=True, stable=True)
     w = weight.double()[:, order]
-    h = hessian.double()[order][:, order] + damping * energy.double().mean() * torch.eye(len(order), dtype=torch.float64)
+    h = hessian.double()[order][:, order] + damping * energy.double().mean() * torch.eye(
+        len(order), dtype=torch.float64
+    )
     step = scale.double().repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)[:, order]
     rounded = torch.zeros_like(w)
     for i in range(len(order)):
@@ -48,7 +54,9 @@ def test_gptq_equals_its_definition(name: str) -> None:
     got = result.dequantize(torch.float32)
     # A value that falls on a rounding boundary may go either way; nothing else may differ.
     assert (got != expected).float().mean() < 0.01
-    assert relative_error(weight, got, hessian) == pytest.approx(relative_error(weight, expected, hessian), rel=0.02)
+    assert relative_error(weight, got, hessian) == pytest.approx(
+        relative_error(weight, expected, hessian), rel=0.02
+    )
 
 
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(["w2g32", "w3g32", "w4g32", "w4", "w8a8"]))
@@ -56,7 +64,13 @@ def test_gptq_equals_its_definition(name: str) -> None:
 def test_gptq_is_better_than_nearest_on_correlated_inputs(seed: int, name: str) -> None:
     weight, hessian = problem(seed)
     (layer,) = round_unit(
-        [weight], parse_format(name), hessian, method="gptq", scales="mse", damping=0.01, scale_dtype=torch.bfloat16
+        [weight],
+        parse_format(name),
+        hessian,
+        method="gptq",
+        scales="mse",
+        damping=0.01,
+        scale_dtype=torch.bfloat16,
     )
     assert layer.error is not None
     assert layer.error_rtn is not None
@@ -84,9 +98,15 @@ def test_siblings_rounded_together_equal_siblings_rounded_alone() -> None:
     assert torch.equal(together[0].weight.scale, alone[0].weight.scale)
 
 
-def round_one(weight: torch.Tensor, hessian: torch.Tensor | None, name: str = "w4g32"):  # noqa: ANN201
+def round_one(weight: torch.Tensor, hessian: torch.Tensor | None, name: str = "w4g32"):
     (layer,) = round_unit(
-        [weight], parse_format(name), hessian, method="gptq", scales="mse", damping=0.01, scale_dtype=torch.bfloat16
+        [weight],
+        parse_format(name),
+        hessian,
+        method="gptq",
+        scales="mse",
+        damping=0.01,
+        scale_dtype=torch.bfloat16,
     )
     assert bool(torch.isfinite(layer.weight.dequantize(torch.float32)).all())
     assert bool((layer.weight.scale > 0).all())

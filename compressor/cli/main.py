@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import typer
 
 from compressor import __version__
-from compressor.cli import distill, evaluate, inspect, quantize, run, verify
+from compressor.cli import distill, evaluate, inspect, plan, quantize, run, scan, verify
 from compressor.console import err
 from compressor.errors import INTERRUPTED, CompressorError
 
@@ -36,6 +36,8 @@ app = typer.Typer(
 _PIPELINE, _STEPS, _LOOK = "Whole pipeline", "Steps", "Look and check"
 app.command(rich_help_panel=_PIPELINE)(run.run)
 app.command(rich_help_panel=_STEPS)(distill.distill)
+app.command("scan-sensitivity", rich_help_panel=_STEPS)(scan.scan_sensitivity)
+app.command(rich_help_panel=_STEPS)(plan.plan)
 app.command(rich_help_panel=_STEPS)(quantize.quantize)
 app.command(rich_help_panel=_LOOK)(inspect.inspect)
 app.command(rich_help_panel=_LOOK)(verify.verify)
