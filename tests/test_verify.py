@@ -482,6 +482,51 @@ def test_how_vllm_ended_is_told_apart(
     assert (check.passed, check.detail) == (passed, words)
 
 
+@pytest.mark.parametrize(
+    ("rank", "int8_error", "passed", "words"),
+    [
+        (
+            0,
+            0.0,
+            True,
+            "128 of 128 greedy tokens are transformers' first choice, 128 at least half as likely",
+        ),
+        (
+            300,
+            0.0,
+            False,
+            "0 of 128 greedy tokens are transformers' first choice, 0 at least half as likely; 90%",
+        ),
+        (300, 0.48, True, "this processor's INT8 products saturate, 48% off at full scale (no VNNI)"),
+    ],
+)
+def test_what_vllm_says_is_held_against_transformers(
+    copy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    int8_error: float,
+    passed: bool,
+    words: str,
+) -> None:
+    """With transformers' first choices, and with its least likely ones."""
+    import compressor.checkpoint.serve as serve
+    import compressor.checkpoint.verify as module
+
+    logits = torch.randn(32, 320, generator=torch.Generator().manual_seed(0)) * 4
+    chosen = logits.argsort(-1, descending=True)[15:-1, rank].tolist()
+    report = {
+        "stage": "done", "no_kernel": False, "engine": "vllm 0", "dtype": "bfloat16",
+        "tokens": [chosen] * 8, "int8_error": int8_error,
+    }  # fmt: skip
+    monkeypatch.setattr(module, "_RELOAD_CHECKS", {})
+    monkeypatch.setattr(serve, "load_in_transformers", lambda *_, **__: reload.Reloaded({}, [logits] * 8))
+    checks = verify(copy, source=None, engine="vllm", engine_python=fake_vllm(tmp_path, report))
+    check = next(check for check in checks if check.name == "vllm")
+    assert check.passed == passed
+    assert words in check.detail
+
+
 def test_an_interpreter_without_vllm_is_refused_before_anything(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be run"):
         verify(copy, source=None, engine="vllm", engine_python=tmp_path / "nothing")

@@ -171,9 +171,8 @@ def _record(model: nn.Module, graph: ModelGraph, inputs: dict[str, Any]) -> tupl
             raise _BlocksReached
         return hidden
 
-    with _patched(model, graph, note_call), torch.inference_mode():
-        with suppress(_BlocksReached):
-            model(**inputs)
+    with _patched(model, graph, note_call), torch.inference_mode(), suppress(_BlocksReached):
+        model(**inputs)
     return first[0], calls
 
 
@@ -192,7 +191,7 @@ def _patched(
             rest = {k: v for k, v in kwargs.items() if k != "hidden_states"}
             return replacement(index, kwargs["hidden_states"], (), rest)
 
-        block.forward = forward  # type: ignore[method-assign]
+        block.forward = forward
 
     blocks = [model.get_submodule(path) for path in graph.blocks]
     for index, block in enumerate(blocks):

@@ -1,6 +1,7 @@
 """The proof by vLLM: it loads the checkpoint, and where the processor has the kernels, answers like transformers."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from compressor.checkpoint import engine_vllm
 from compressor.checkpoint.artifact import Artifact
@@ -17,6 +20,8 @@ from compressor.errors import MachineLimit, UsageError
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 16, 16
 _AGREEMENT = 0.9
+_NEAR = math.log(2)  # nats
+_INEXACT = 0.01
 
 
 def engine_interpreter(engine_python: Path | None) -> Path:
@@ -38,11 +43,15 @@ def engine_interpreter(engine_python: Path | None) -> Path:
 
 
 def check_vllm(artifact: Artifact, python: Path, trust_remote_code: bool) -> str:
-    """vLLM loads the checkpoint and continues eight prompts greedily with the tokens that transformers chooses.
+    """vLLM loads the checkpoint and continues eight prompts greedily as transformers would.
 
-    transformers reads each continuation and says what it would have chosen at every position; 90 % must
-    agree (the engines sum in different orders, and a near tie falls either way). A processor without the
-    kernels stops after loading, which is reported and no failure.
+    transformers reads each continuation and says what it would have chosen at every position. For 90 % of
+    them vLLM must have chosen the same token or one at least half as likely: engines sum in different orders
+    and quantize inputs by slightly different rules (vLLM by absmax / 127, transformers by absmax / 127.5),
+    so that choices between near equals fall either way.
+
+    Two kinds of processor are no fault of the checkpoint, and only reported: one that lacks the kernels, so
+    that vLLM stops after loading, and one whose INT8 products saturate.
     """
     architecture = str((artifact.config.get("architectures") or [""])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
@@ -60,18 +69,24 @@ def check_vllm(artifact: Artifact, python: Path, trust_remote_code: bool) -> str
     theirs = load_in_transformers(
         artifact.path, sequences, trust_remote_code, dtype=report["dtype"], upcast=False
     )
-    agreed = total = 0
-    identical = 0
+    # What transformers gives up, in nats, by taking vLLM's token for its own first choice.
+    regrets = []
     for prompt, new, logits in zip(prompts, report["tokens"], theirs.outputs, strict=True):
-        chosen = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        same = sum(a == b for a, b in zip(chosen, new, strict=True))
-        agreed, total, identical = agreed + same, total + len(new), identical + (same == len(new))
+        logits = logits[len(prompt) - 1 : -1]
+        regrets.append(logits.amax(-1) - logits.gather(-1, torch.tensor(new)[:, None])[:, 0])
+    regret = torch.cat(regrets)
+    same, near, total = int((regret == 0).sum()), int((regret <= _NEAR).sum()), regret.numel()
     line = (
-        f"{engine}, {report['dtype']}: {agreed} of {total} greedy tokens as in transformers, "
-        f"{identical} of {len(prompts)} continuations identical"
+        f"{engine}, {report['dtype']}: {same} of {total} greedy tokens are transformers' first choice, "
+        f"{near} at least half as likely"
     )
-    if agreed < _AGREEMENT * total:
-        raise Failed(f"{line}; {_AGREEMENT:.0%} must agree")
+    inexact = report.get("int8_error") or 0.0
+    if inexact > _INEXACT and any(
+        f is not None and f.activations == "int8" for f in artifact.formats.values()
+    ):
+        return f"{line}; this processor's INT8 products saturate, {inexact:.0%} off at full scale (no VNNI)"
+    if near < _AGREEMENT * total:
+        raise Failed(f"{line}; {_AGREEMENT:.0%} are needed")
     return line
 
 

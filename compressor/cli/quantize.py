@@ -240,7 +240,8 @@ def quantize(
         },
     )
     if dry_run:
-        refuse_existing(resolved.output, overwrite)
+        if resolved.output is not None:
+            refuse_existing(resolved.output, overwrite)
         job = prepare(resolved)
         _show_estimate(job, estimate(job, resolved), as_json)
         return

@@ -49,6 +49,7 @@ def uniform_plan(
         )
 
     layers: dict[str, Assignment] = {}
+    reason: str | None
     for unit in units:
         group_ignored = [layer.name for layer in unit.layers if layer.name in ignored]
         if group_ignored and len(group_ignored) < len(unit.layers):
@@ -69,9 +70,9 @@ def uniform_plan(
                 )
             size = stored_bytes(fmt, layer.out_features, layer.in_features, skeleton.dtype.itemsize)
             layers[layer.name] = Assignment(format=fmt.name, bytes=size, reason=reason)
-    for name, reason in kept.items():
+    for name, why in kept.items():
         weight = skeleton.stored.get(f"{name}.weight")
-        layers[name] = Assignment(format=DENSE.name, bytes=weight.nbytes if weight else 0, reason=reason)
+        layers[name] = Assignment(format=DENSE.name, bytes=weight.nbytes if weight else 0, reason=why)
     return Plan(model=skeleton.source.ref, layers=layers)
 
 

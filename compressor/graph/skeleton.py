@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from compressor.errors import InputRefused
 from compressor.sources.model import Source
@@ -26,7 +27,7 @@ class Skeleton:
     """
 
     source: Source
-    module: nn.Module
+    module: PreTrainedModel
     stored: dict[str, TensorEntry]
     ties: dict[str, str]
     unused: tuple[str, ...]
@@ -132,7 +133,7 @@ def _aliases(name: str, prefix: str) -> tuple[str, ...]:
     return name, f"{prefix}.{name}"
 
 
-def _declared_ties(module: nn.Module) -> dict[str, str]:
+def _declared_ties(module: PreTrainedModel) -> dict[str, str]:
     ties: dict[str, str] = {}
     if getattr(module.config.get_text_config(), "tie_word_embeddings", False):
         declared = getattr(module, "_tied_weights_keys", None) or {}
@@ -141,7 +142,7 @@ def _declared_ties(module: nn.Module) -> dict[str, str]:
     return ties
 
 
-def _empty_model(source: Source) -> nn.Module:
+def _empty_model(source: Source) -> PreTrainedModel:
     import transformers
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -87,7 +87,7 @@ def discover(skeleton: Skeleton) -> ModelGraph:
         layers = {}
         for path, module in model.get_submodule(block).named_modules():
             name = f"{block}.{path}"
-            if _is_linear(module):
+            if isinstance(module, nn.Linear):
                 if _ROUTERS.search(name):
                     kept[name] = "router"
                 else:
@@ -106,7 +106,7 @@ def discover(skeleton: Skeleton) -> ModelGraph:
             kept[name] = "output embedding"
         elif name == embedding:
             kept[name] = "input embedding"
-        elif _is_linear(module) or isinstance(module, nn.Embedding):
+        elif isinstance(module, nn.Linear | nn.Embedding):
             kept[name] = "outside the blocks"
     return ModelGraph(tuple(blocks), tuple(units), kept, embedding, head)
 
@@ -119,9 +119,8 @@ def _blocks(model: nn.Module) -> list[str]:
         if not isinstance(module, nn.ModuleList):
             continue
         children = [(f"{name}.{key}", child) for key, child in module.named_children()]
-        size = sum(
-            p.numel() for _, child in children for m in child.modules() if _is_linear(m) for p in (m.weight,)
-        )
+        linears = [m for _, child in children for m in child.modules() if isinstance(m, nn.Linear)]
+        size = sum(m.weight.numel() for m in linears)
         if size > most:
             best, most = [path for path, _ in children], size
     return best
@@ -155,10 +154,6 @@ def _kind(name: str) -> str:
             return "o"
         return "up" if parent.endswith("intermediate") else "down"
     return leaf.removesuffix("_proj")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _path_of(model: nn.Module, wanted: nn.Module | None) -> str:

@@ -42,7 +42,7 @@ def estimate(job: Job, recipe: Recipe) -> Estimate:
     hidden = min(layer.in_features for layer in job.graph.layers)
     budget = recipe.quantize.calibration_memory * 2**30
     inside = min(budget, 6 * widest * item * tokens)
-    embedding = job.skeleton.module.get_input_embeddings().weight.numel() * item
+    embedding = job.skeleton.module.get_parameter(f"{job.graph.embedding}.weight").numel() * item
     hessian = max(layer.in_features for layer in job.graph.layers) ** 2 * 24 if tokens else 0
     memory = _RUNTIME_BYTES + block * (item + 12) + tokens * hidden * item + max(inside + hessian, embedding)
 

@@ -195,7 +195,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
 
 def _round_blocks(
     recipe: Recipe, job: Job, writer: CheckpointWriter
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Round every block, journalling each; returns the layer records and the probe."""
     skeleton, graph, device, dtype = job.skeleton, job.graph, job.device, job.compute_dtype
     stream: Stream | None = None
@@ -263,7 +263,7 @@ class _Rounder:
         start = time.monotonic()
         job, settings = self._job, self._settings
         results = round_unit(
-            [job.skeleton.module.get_submodule(layer.name).weight for layer in unit.layers],
+            [job.skeleton.module.get_parameter(f"{layer.name}.weight") for layer in unit.layers],
             job.format_of(unit.layers[0].name),
             hessian,
             method=settings.method,
@@ -302,9 +302,8 @@ def _outside_units(job: Job) -> list[Unit]:
     units = []
     for name in job.plan.quantized():
         if name not in inside:
-            module = job.skeleton.module.get_submodule(name)
-            out_features, in_features = module.weight.shape
-            layer = Linear(name, out_features, in_features, module.bias is not None)
+            out_features, in_features = job.skeleton.module.get_parameter(f"{name}.weight").shape
+            layer = Linear(name, out_features, in_features, f"{name}.bias" in job.skeleton.stored)
             units.append(Unit(name, "outside", len(job.graph.blocks), (layer,)))
     return units
 
@@ -327,7 +326,7 @@ def _round_outside(
 
 def _probe_ids(job: Job) -> Tensor:
     """Token ids [1, 32] that need no tokenizer: any ids will do to compare two computations."""
-    vocabulary = job.skeleton.module.get_input_embeddings().weight.shape[0]
+    vocabulary = job.skeleton.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, (1, _PROBE_TOKENS), generator=generator)
 

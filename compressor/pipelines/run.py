@@ -22,11 +22,12 @@ from compressor.evaluation.run import evaluate_checkpoint
 from compressor.pipelines.distill import run_distill
 from compressor.pipelines.mixed import with_plan
 from compressor.pipelines.provenance import tool_section
-from compressor.pipelines.quantize import Job, Quantized, data_report, prepare, quantize
+from compressor.pipelines.quantize import Job, Quantized, prepare, quantize
 from compressor.recipes import EvaluateRecipe, Recipe
 from compressor.reports.schema import (
     Check,
     Coverage,
+    Data,
     Distillation,
     Evaluation,
     Layer,
@@ -185,7 +186,7 @@ def _quantization(recipe: Recipe, done: Quantized) -> Quantization:
         scheme=settings.scheme if settings.plan is None else f"plan {settings.plan}",
         method=settings.method,
         settings=settings.model_dump(mode="json"),
-        calibration=data_report(job),
+        calibration=None if job.tokens is None else Data.of(job.tokens.report),
         error_unit="share of the layer's output energy" if job.tokens is not None else None,
         seconds=done.seconds,
         peak_memory_bytes=done.peak_memory,

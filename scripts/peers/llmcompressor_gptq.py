@@ -6,6 +6,7 @@ python llmcompressor_gptq.py MODEL TOKENS.json OUTPUT BITS GROUP_SIZE
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -15,7 +16,7 @@ from llmcompressor.modifiers.quantization import GPTQModifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model_path, tokens_path, output, bits, group_size = sys.argv[1:6]
-tokens = json.load(open(tokens_path))
+tokens = json.loads(Path(tokens_path).read_text())
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained(model_path)
 weights = QuantizationArgs(
