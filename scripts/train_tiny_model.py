@@ -87,31 +87,24 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 class Windows:
-    """Endless windows of the documents, cut elsewhere in every epoch and shuffled.
-
-    A batch must mix documents: eight windows in a row from one module make a poor gradient.
-    """
+    """Endless windows [batch, length] of the documents, reshuffled and cut elsewhere in every epoch."""
 
     def __init__(self, documents: list[Tensor], bos: int, eos: int, generator: torch.Generator) -> None:
         self._documents, self._bos, self._eos, self._generator = documents, bos, eos, generator
-        self._left = torch.empty(0, 0, dtype=torch.long)
+        self._left = torch.empty(0, dtype=torch.long)
 
     def next(self, batch: int, length: int) -> Tensor:
-        """[batch, length]; the first place of a window is BOS."""
-        if len(self._left) < batch or self._left.shape[1] != length:
-            self._left = self._epoch(length)
-        taken, self._left = self._left[:batch], self._left[batch:]
-        return taken
+        body = length - 1  # the first place is for BOS
+        while len(self._left) < batch * body:
+            self._left = torch.cat([self._left, self._epoch()])
+        taken, self._left = self._left[: batch * body], self._left[batch * body :]
+        return torch.cat([torch.full((batch, 1), self._bos), taken.view(batch, body)], dim=1)
 
-    def _epoch(self, length: int) -> Tensor:
+    def _epoch(self) -> Tensor:
         eos = torch.tensor([self._eos])
         order = torch.randperm(len(self._documents), generator=self._generator).tolist()
         stream = torch.cat([part for index in order for part in (self._documents[index], eos)])
-        stream = stream[int(torch.randint(length, (), generator=self._generator)) :]
-        body = length - 1
-        windows = stream[: len(stream) // body * body].view(-1, body)
-        windows = windows[torch.randperm(len(windows), generator=self._generator)]
-        return torch.cat([torch.full((len(windows), 1), self._bos), windows], dim=1)
+        return stream[int(torch.randint(WINDOW, (), generator=self._generator)) :]
 
 
 def fixed_windows(text: str, tokenizer: PreTrainedTokenizerFast, length: int, count: int | None) -> Tensor:
