@@ -25,11 +25,12 @@ from compressor.sources.tensors import read_header, read_tensor
 
 _TIMEOUT = 3600  # seconds
 
-# Where inputs are quantized, a value on the edge between two codes falls on either side of it by the last
-# bit of a sum, and moves what follows by a step. Shares of the logits' standard deviation.
-_ACTIVATION_TOLERANCE = 0.05
-# The probe is computed block by block, which sums in another order.
-_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+# Shares of the outputs' standard deviation. Where only weights are quantized, other orders of summation show in
+# the last bits only. Where inputs are too, they push values over the edge between two codes, and that grows
+# from layer to layer: for a SmolLM2-135M in W8A8, fp32 and fp64 are 0.08 apart on average (and agree on 88 % of
+# first choices), while one layer with its rows in the wrong order is 0.35 off.
+_LARGEST = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+_MEAN_WITH_QUANTIZED_INPUTS = 0.2
 
 
 @dataclass(frozen=True)
@@ -101,27 +102,18 @@ def check_reloaded_weights(reload: Reload) -> str:
 def check_reloaded_outputs(reload: Reload) -> str:
     """The model that transformers loads answers as the stored bytes decoded here do.
 
-    Both compute in fp32 with weights rounded to the model's dtype. Equal bits are demanded where only
-    weights are quantized; where inputs are too, a largest difference of 5 % of the logits' standard
-    deviation and the same first choice for 98 % of tokens.
+    Both compute in fp32 with weights rounded to the model's dtype, so the bits should be equal, and must be
+    where only weights are quantized.
     """
-    theirs = reload.theirs.outputs
-    ours = answers(reload.ours, reload.sequences)
-    tokens = sum(len(ids) for ids in reload.sequences)
-    difference = max(float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True))
-    if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
-        return f"{tokens} tokens: identical"
-    spread = float(torch.cat(ours).std())
-    line = f"{tokens} tokens: largest difference {difference:.2g}, {difference / spread:.2g} of the logits' deviation"
+    ours, theirs = torch.cat(answers(reload.ours, reload.sequences)), torch.cat(reload.theirs.outputs)
+    line = f"{sum(len(ids) for ids in reload.sequences)} tokens"
+    if torch.equal(ours, theirs):
+        return f"{line}: identical"
     if not _quantizes_inputs(reload.artifact):
-        raise Failed(f"{line}, where they should be identical")
-    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(theirs, ours, strict=True)) / tokens
-    line += (
-        f", same first choice for {same:.1%} (inputs are quantized; allowed {_ACTIVATION_TOLERANCE} and 98 %)"
-    )
-    if not difference <= _ACTIVATION_TOLERANCE * spread or same < 0.98:
-        raise Failed(line)
-    return line
+        raise Failed(
+            f"{line}: differ by up to {float((ours - theirs).abs().max()):.2g}, where all should be identical"
+        )
+    return _close(line, ours, theirs, float(ours.std()), None)
 
 
 def check_probe(reload: Reload) -> str:
@@ -130,19 +122,26 @@ def check_probe(reload: Reload) -> str:
     if probe is None:
         raise Skipped("compression.json holds no probe")
     answer = answers(reload.ours, [probe.input_ids])[0][probe.positions]
-    stated = torch.tensor(probe.top_logits)
-    found = answer.gather(-1, torch.tensor(probe.top_ids))
-    difference = max(
-        float((found - stated).abs().max()),
-        float((answer.logsumexp(-1) - torch.tensor(probe.logsumexp)).abs().max()),
+    found = torch.cat(
+        [answer.gather(-1, torch.tensor(probe.top_ids)), answer.logsumexp(-1, keepdim=True)], -1
     )
-    spread = float(answer.std())
-    share = difference / spread
-    allowed = _PROBE_TOLERANCE.get(probe.dtype, _PROBE_TOLERANCE["bfloat16"])
-    if _quantizes_inputs(reload.artifact):
-        allowed = max(allowed, _ACTIVATION_TOLERANCE)
-    line = f"{len(probe.positions)} positions: largest difference {share:.2g} of the logits' deviation (allowed {allowed})"
-    if not share <= allowed:
+    stated = torch.cat([torch.tensor(probe.top_logits), torch.tensor(probe.logsumexp)[:, None]], -1)
+    largest = None if _quantizes_inputs(reload.artifact) else _LARGEST.get(probe.dtype, _LARGEST["bfloat16"])
+    return _close(f"{len(probe.positions)} positions", found, stated, float(answer.std()), largest)
+
+
+def _close(what: str, a: Tensor, b: Tensor, deviation: float, largest: float | None) -> str:
+    """How far apart outputs are; raises Failed if the largest difference is above ``largest``, or, when that is
+    None, if they differ too much on average for quantized inputs."""
+    share = (a - b).abs() / deviation
+    found, allowed = (
+        (float(share.mean()), _MEAN_WITH_QUANTIZED_INPUTS)
+        if largest is None
+        else (float(share.max()), largest)
+    )
+    kind = "mean" if largest is None else "largest"
+    line = f"{what}: {kind} difference {found:.2g} of the outputs' deviation (allowed {allowed})"
+    if not found <= allowed:
         raise Failed(line)
     return line
 
