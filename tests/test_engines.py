@@ -60,6 +60,7 @@ def test_vllm_on_a_gpu() -> None:
         "w4g128 needs compute capability at least 7.5, and the GPU has 7.0 -> None"
     ]
     assert problems("vllm-cuda", "w2g32")[0].endswith("-> w4g32")
+    assert not problems("vllm-cuda-humming", "w2g32")
     assert not problems("vllm-cuda", "w8a8", capability=90)
     assert problems("vllm-cuda", "w8a8", capability=120) == [
         "w8a8 needs compute capability below 10.0, and the GPU has 12.0 -> fp8"

@@ -62,6 +62,7 @@ class CheckpointWriter:
         self._fingerprint = json.loads(json.dumps(fingerprint))  # as it will be read back
         self._overwrite = overwrite
         self._full = False
+        self._removed = False
         self._created: list[Path] = []  # parents of the target that were not there, innermost first
         self._lock: IO[bytes] | None = None
         self._built = self.partial / "checkpoint"
@@ -92,8 +93,6 @@ class CheckpointWriter:
         written = sum((self._blocks / record.file).stat().st_size for record in self.finished.values())
         free = shutil.disk_usage(self.partial).free
         if needed - written > free:
-            if not self.finished:
-                self._remove_partial()
             raise MachineLimit(
                 f"{self.target}: about {needed - written:,} bytes are needed and {free:,} are free: free some or choose another output"
             )
@@ -222,8 +221,11 @@ class CheckpointWriter:
         _sync_directory(self.partial)
 
     def _remove_partial(self) -> None:
+        if self._removed:  # by now, the directory may be another run's
+            return
         shutil.rmtree(self.partial, ignore_errors=True)
-        with suppress(OSError):  # not empty: something else is in there by now
+        self._removed = True
+        with suppress(OSError):  # not empty: something else is in there
             for path in self._created:
                 path.rmdir()
 

@@ -53,17 +53,23 @@ class Problem:
     nearest: str | None
 
 
+_VLLM_CUDA = (
+    # Marlin: groups of 32, 64, 128 or a channel; it pads shapes that do not fit its tiles.
+    Row(INT4 | INT8, capability=75),
+    # CUTLASS has no INT8 kernel from Blackwell on; Triton takes sides that 16 does not divide.
+    Row(DYNAMIC_INT8, capability=75, before=100),
+    Row(FP8, capability=75),  # below 8.9 Marlin runs it with 16-bit activations
+)
+
 ENGINES: dict[str, Engine] = {
     "vllm-cuda": Engine(
-        rows=(
-            # Marlin: groups of 32, 64, 128 or a channel; it pads shapes that do not fit its tiles.
-            Row(INT4 | INT8, capability=75),
-            # CUTLASS has no INT8 kernel from Blackwell on; Triton takes sides that 16 does not divide.
-            Row(DYNAMIC_INT8, capability=75, before=100),
-            Row(FP8, capability=75),  # below 8.9 Marlin runs it with 16-bit activations
+        rows=_VLLM_CUDA,
+        refusals=(
+            Refusal(ODD_BITS, "2, 3, 5, 6 and 7 bits have no kernel but Humming (vllm-cuda-humming)", "w4"),
         ),
-        refusals=(Refusal(ODD_BITS, "2, 3, 5, 6 and 7 bits have no kernel but the optional Humming", "w4"),),
     ),
+    # The same where the humming-kernels package is installed and trusted.
+    "vllm-cuda-humming": Engine(rows=(*_VLLM_CUDA, Row(ODD_BITS, capability=75))),
     "vllm-cpu": Engine(
         rows=(
             Row(INT4, inputs=32, outputs=32),  # CPUWNA16
