@@ -66,7 +66,7 @@ def verify(
         for name, check in todo:
             results.append(_made(name, check))
             progress.advance(name)
-        sound = all(check.passed for check in results)
+        sound = all(check.passed for check in results if check.name in _FILE_CHECKS)
         for name, check in engines:
             results.append(_made(name, check if sound else _not_started))
             progress.advance(name)
@@ -127,7 +127,7 @@ def _open(directory: Path) -> tuple[Artifact | None, list[Check]]:
 
 
 def _not_started() -> str:
-    raise Skipped("no engine is started on a checkpoint that failed a check above")
+    raise Skipped("no engine is started on files that do not agree with each other")
 
 
 def _made(name: str, check: Callable[[], str]) -> Check:
