@@ -74,7 +74,7 @@ def solve_independent(problem: Problem, limit: float) -> Solution:
             LinearConstraint(one_each.tocsr(), 1, 1),
             LinearConstraint(weights[None, :], -np.inf, 1 + _TOLERANCE),
         ],
-        integrality=np.ones(count),
+        integrality=np.ones(count, dtype=np.int64),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 1e-9, "time_limit": 60.0},
     )
