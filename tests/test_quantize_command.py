@@ -383,3 +383,35 @@ def test_full_disk_is_one_line_and_leaves_nothing(run: Run, tiny_llama_dir: Path
         refused(run("quantize", tiny_llama_dir, "-o", out, *FAST), 6, out, "needed", "free")
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    heavy = ("torch", "transformers", "datasets", "scipy", "numpy", "compressed_tensors")
+    code = f"import sys, compressor.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["onto itself", "onto its parent"])
+def test_the_model_is_not_overwritten_and_that_is_seen_first(
+    run: Run, tmp_path: Path, tiny_llama_dir: Path, up: bool
+) -> None:
+    source = copy_of(tiny_llama_dir, tmp_path / "models" / "tiny")
+    before = {p: p.read_bytes() for p in source.iterdir()}
+    target = source.parent if up else source
+    for extra in ((), ("--dry-run",)):
+        code, _, error = run("quantize", source, "--output", target, "--overwrite", *FAST, *extra)
+        assert code == 2
+        assert "the model itself is read from there" in error
+        assert "quantizing" not in error
+    assert {p: p.read_bytes() for p in source.iterdir()} == before
+
+
+def test_a_missing_engine_is_seen_before_any_work(run: Run, tmp_path: Path, tiny_llama_dir: Path) -> None:
+    source = tiny_llama_dir
+    options = ("--verify-engine", "vllm", "--engine-python", tmp_path / "no-python")
+    code, _, error = run("quantize", source, "--output", tmp_path / "out", *FAST, *options)
+    assert code == 2
+    assert "no-python" in error
+    assert "quantizing" not in error
+    assert not (tmp_path / "out").exists()

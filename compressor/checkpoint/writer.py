@@ -46,6 +46,13 @@ class BlockRecord:
     records: list[dict[str, Any]]
 
 
+def refuse_source(target: Path, source: Source) -> None:
+    """Raise UsageError when ``target`` is the directory that the model is read from, or holds it."""
+    read_from = source.path.resolve()
+    if target.resolve() in (read_from, *read_from.parents):
+        raise UsageError(f"{target}: the model itself is read from there: choose another output")
+
+
 class CheckpointWriter:
     """Context manager; see the module. Use in this order: ``write_block`` for each block that is not in
     ``finished``, ``finish``, then ``publish`` or ``reject``.
@@ -123,9 +130,7 @@ class CheckpointWriter:
         at most 5 GB. ``config`` becomes ``config.json`` and ``sidecar``, with the shards' hashes as ``files``,
         ``compression.json``; the source's other files are copied.
         """
-        source_path = source.path.resolve()
-        if self.target.resolve() in (source_path, *source_path.parents):
-            raise UsageError(f"{self.target}: the model itself is read from there: choose another output")
+        refuse_source(self.target, source)
         tensors = {name: entry for name, entry in source.tensors.items() if name not in replaced}
         for record in self.finished.values():
             entries, _ = read_header(self._blocks / record.file)

@@ -8,7 +8,6 @@ import typer
 
 from compressor.console import note, out
 from compressor.errors import UsageError
-from compressor.recipes import build_recipe
 
 _STUDENT, _DATA, _LOSS, _TEACHER, _TRAIN, _CHECK, _RUN = (
     "Student", "Data", "Loss", "Teacher", "Training", "Checks", "Run",
@@ -382,6 +381,7 @@ def distill(
 
     from compressor.distillation.run import capture_only, prepare
     from compressor.pipelines.distill import run_distill
+    from compressor.recipes import build_recipe
     from compressor.reports.terminal import print_report
     from compressor.reports.write import read_report, report_json
 

@@ -204,6 +204,7 @@ def quantize(
 
     Example: [bold]compressor quantize ./my-model -o ./my-model-w4 --scheme w4g64 --data notes.txt[/bold]
     """
+    from compressor.checkpoint.writer import refuse_source
     from compressor.pipelines.estimate import estimate
     from compressor.pipelines.quantize import prepare, refuse_existing
     from compressor.pipelines.quantize import quantize as run_quantize
@@ -243,6 +244,8 @@ def quantize(
         if resolved.output is not None:
             refuse_existing(resolved.output, overwrite)
         job = prepare(resolved)
+        if resolved.output is not None:
+            refuse_source(resolved.output, job.source)
         _show_estimate(job, estimate(job, resolved), as_json)
         return
     result = run_quantize(resolved, resolved.output, overwrite=overwrite)

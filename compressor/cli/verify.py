@@ -4,17 +4,17 @@ import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from compressor.checkpoint.sidecar import read_sidecar
-from compressor.checkpoint.verify import Check
-from compressor.checkpoint.verify import verify as verify_checkpoint
 from compressor.console import note, out
 from compressor.errors import CompressorError, InputRefused, VerificationFailed
-from compressor.sources.model import Source, open_model
+
+if TYPE_CHECKING:  # torch loads when the command runs, not for its help
+    from compressor.checkpoint.verify import Check
+    from compressor.sources.model import Source
 
 
 class Engine(StrEnum):
@@ -64,6 +64,9 @@ def verify(
     """
     if not directory.is_dir():
         raise InputRefused(f"{directory}: no such directory")
+    from compressor.checkpoint.verify import verify as verify_checkpoint
+    from compressor.sources.model import open_model
+
     original = (
         open_model(source, revision=revision, trust_remote_code=trust_remote_code)
         if source is not None
@@ -93,8 +96,11 @@ def verify(
         )
 
 
-def _named_source(directory: Path, trust_remote_code: bool) -> Source | None:
+def _named_source(directory: Path, trust_remote_code: bool) -> "Source | None":
     """The source that the sidecar names, if it can be opened without a download."""
+    from compressor.checkpoint.sidecar import read_sidecar
+    from compressor.sources.model import open_model
+
     try:
         sidecar = read_sidecar(directory)
         if sidecar is None or sidecar.source.kind == "hub":
@@ -106,7 +112,7 @@ def _named_source(directory: Path, trust_remote_code: bool) -> Source | None:
         return None
 
 
-def _table(checks: list[Check]) -> Table:
+def _table(checks: list["Check"]) -> Table:
     table = Table("check", "result", "found", title=None)
     for check in checks:
         skipped = check.passed and check.detail.startswith("skipped")

@@ -20,9 +20,10 @@ from compressor.calibration.block import calibrate_block
 from compressor.calibration.stream import Stream, advance, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
 from compressor.checkpoint.coverage import coverage
+from compressor.checkpoint.serve import engine_interpreter
 from compressor.checkpoint.sidecar import CoverageFacts
 from compressor.checkpoint.verify import Check, verify
-from compressor.checkpoint.writer import CheckpointWriter
+from compressor.checkpoint.writer import CheckpointWriter, refuse_source
 from compressor.console import note, steps, warn
 from compressor.engines import check as check_engine
 from compressor.errors import InputRefused, MachineLimit, UsageError, VerificationFailed
@@ -92,6 +93,8 @@ def prepare(recipe: Recipe) -> Job:
     Raises InputRefused, UsageError or MachineLimit, each naming what is at fault.
     """
     settings = recipe.quantize
+    if recipe.verify.engine == "vllm":
+        engine_interpreter(recipe.verify.engine_python)
     rows: Rows | None = None
     if settings.method != "rtn":
         data = settings.calibration
@@ -156,6 +159,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
         raise UsageError("output: is needed: name the directory to write with --output")
     refuse_existing(target, overwrite)
     job = prepare(recipe)
+    refuse_source(target, job.source)
     for message in job.warnings:
         warn(message)
     with steps("checking source weights", len(job.source.weight_files)) as progress:
