@@ -15,7 +15,7 @@ from compressor.formats import parse_format
 from compressor.plans import line_of
 
 Packing = Literal["auto", "concat", "rows"]
-Method = Literal["rtn", "gptq"]
+Method = Literal["rtn", "gptq", "adaround"]
 
 
 class _Strict(BaseModel):
@@ -33,6 +33,16 @@ class DataRecipe(_Strict):
     packing: Packing = "auto"
 
 
+class AdaRoundRecipe(_Strict):
+    """Block reconstruction after GPTQ: ``iterations`` steps a block, each on ``batch`` sequences; ``value_rate`` is in
+    steps of the grid, ``scale_rate`` relative to the scale."""
+
+    iterations: Annotated[int, Field(ge=1)] = 100
+    batch: Annotated[int, Field(ge=1)] = 8
+    value_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
+    scale_rate: Annotated[float, Field(ge=0, le=0.1)] = 0.001
+
+
 class QuantizeRecipe(_Strict):
     """How to quantize: one ``scheme`` for every layer, or a ``plan`` file.
 
@@ -46,6 +56,7 @@ class QuantizeRecipe(_Strict):
     method: Method = "gptq"
     scales: Literal["mse", "absmax"] = "mse"
     damping: Annotated[float, Field(gt=0, le=1)] = 0.01
+    adaround: AdaRoundRecipe = AdaRoundRecipe()
     ignore: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     strict: bool = False
@@ -69,7 +80,7 @@ class ScanRecipe(_Strict):
 
     formats: tuple[str, ...] = ("w4g128", "w4g64", "w4g32", "w8", "bf16")
     score: Literal["fisher", "measured"] = "fisher"
-    rounding: Method = "rtn"
+    rounding: Literal["rtn", "gptq"] = "rtn"
     draws: Annotated[int, Field(ge=1)] = 4
     data: DataRecipe = DataRecipe(samples=32, sequence_length=256)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, load, unload
@@ -56,17 +57,18 @@ def open_stream(
     dtype: torch.dtype,
     device: torch.device,
     batch_bytes: int,
+    batch_sequences: int | None = None,
 ) -> Stream:
     """Run everything before the first block.
 
     ``input_ids`` and ``attention_mask`` are [sequences, length]. Sequences are batched so that the
-    activations inside a block stay below about ``batch_bytes``.
+    activations inside a block stay below about ``batch_bytes``, at most ``batch_sequences`` together.
     """
     sequences, length = input_ids.shape
     widest = max(max(layer.out_features, layer.in_features) for layer in graph.layers)
     # Inside a block about four activations of the widest layer and two of the residual are alive at once.
     per_token = 6 * widest * dtype.itemsize
-    size = max(1, min(sequences, batch_bytes // (per_token * length)))
+    size = max(1, min(sequences, batch_bytes // (per_token * length), batch_sequences or sequences))
     # Equal batches, so that none is left with a tail of another shape.
     size = -(-sequences // -(-sequences // size))
     batches = [slice(i, min(i + size, sequences)) for i in range(0, sequences, size)]
@@ -116,6 +118,15 @@ def run(stream: Stream, block: nn.Module, index: int, number: int) -> Tensor:
     inputs = stream.hidden[stream.batches[number]].to(stream.device, non_blocking=True)
     output = block(inputs, *call.args, **call.kwargs)
     return output[0] if isinstance(output, tuple) else output
+
+
+def plain_call(call: BlockCall) -> BlockCall:
+    """The call with tensors that autograd may keep: recorded ones belong to inference mode."""
+
+    def usable(value: object) -> object:
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+    return BlockCall(pytree.tree_map(usable, call.args), pytree.tree_map(usable, call.kwargs))
 
 
 def outputs(skeleton: Skeleton, graph: ModelGraph, stream: Stream, *, dtype: torch.dtype) -> Tensor:

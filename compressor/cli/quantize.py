@@ -95,7 +95,7 @@ def quantize(
         typer.Option(
             "--method",
             "-m",
-            help="gptq (default), or rtn, which needs no data.",
+            help="gptq (default); adaround, slower and better; or rtn, which needs no data.",
             show_default=False,
             rich_help_panel=_HOW,
         ),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor import __version__
 from compressor.calibration.block import calibrate_block
@@ -43,6 +43,8 @@ from compressor.graph.assign import uniform_plan
 from compressor.planning.check import check_plan
 from compressor.plans import Plan, read_plan
 from compressor.recipes import QuantizeRecipe, Recipe
+from compressor.rounding.learned import LearnedWeight
+from compressor.rounding.reconstruct import Reconstruction, ReconstructSettings, reconstruct_block
 from compressor.rounding.unit import round_unit
 from compressor.sources.model import Source, load_tokenizer, open_model
 from compressor.sources.tensors import check_finite, file_sha256
@@ -213,6 +215,7 @@ def _round_blocks(
             device=device,
             batch_bytes=int(recipe.quantize.calibration_memory * 2**30),
         )
+    reference = _reference(recipe, job)
     probe_ids = _probe_ids(job)
     probe = open_stream(
         skeleton, graph, probe_ids, torch.ones_like(probe_ids), dtype=dtype, device=device, batch_bytes=2**30
@@ -227,6 +230,9 @@ def _round_blocks(
             formats = {layer.name: job.format_of(layer.name) for unit in units for layer in unit.layers}
             modules = {skeleton.module.get_submodule(name): fmt for name, fmt in formats.items()}
             done = writer.finished.get(index)
+            originals = {name: skeleton.module.get_parameter(f"{name}.weight").detach() for name in formats}
+            if reference is not None:
+                advance(reference, block, index)  # what the original model has after this block
             if done is not None:
                 tensors = writer.read_block(index)
                 for name, fmt in formats.items():
@@ -236,7 +242,13 @@ def _round_blocks(
                 records += done.records
             else:
                 rounder = _Rounder(recipe.quantize, job)
-                if stream is not None:
+                if stream is not None and reference is not None:
+                    inputs = stream.hidden.clone()
+                    calibrate_block(stream, block, index, units, formats, rounder)
+                    if _reconstruct(recipe, job, rounder, originals, block, index, reference, inputs):
+                        stream.hidden = inputs
+                        advance(stream, block, index, modules)
+                elif stream is not None:
                     calibrate_block(stream, block, index, units, formats, rounder)
                 else:
                     for unit in units:
@@ -252,6 +264,65 @@ def _round_blocks(
             records += _round_outside(recipe, job, writer, extras)
             progress.advance("outside the blocks")
     return records, _probe(job, probe, skip=bool(extras))
+
+
+def _reference(recipe: Recipe, job: Job) -> Stream | None:
+    """The original model's hidden states, in micro-batches, if the method holds blocks to them."""
+    if recipe.quantize.method != "adaround" or job.tokens is None:
+        return None
+    return open_stream(
+        job.skeleton,
+        job.graph,
+        job.tokens.input_ids,
+        job.tokens.attention_mask,
+        dtype=job.compute_dtype,
+        device=job.device,
+        batch_bytes=int(recipe.quantize.calibration_memory * 2**30),
+        batch_sequences=recipe.quantize.adaround.batch,
+    )
+
+
+def _reconstruct(
+    recipe: Recipe,
+    job: Job,
+    rounder: "_Rounder",
+    originals: dict[str, Tensor],
+    block: nn.Module,
+    index: int,
+    reference: Stream,
+    inputs: Tensor,
+) -> bool:
+    """Learn the block's rounding from where ``rounder`` left it; whether anything changed."""
+    start = time.monotonic()
+    settings = recipe.quantize.adaround
+    prefix = f"{job.graph.blocks[index]}."
+    learned = {
+        name.removeprefix(prefix): LearnedWeight(weight, originals[name], scale_dtype(job.skeleton.dtype))
+        for name, weight in rounder.weights.items()
+        if weight.format.kind == "int"
+    }
+    if not learned:
+        return False
+    found = reconstruct_block(
+        block,
+        index,
+        reference,
+        inputs,
+        reference.hidden,
+        learned,
+        {name.removeprefix(prefix): weight.format for name, weight in rounder.weights.items()},
+        ReconstructSettings(settings.iterations, settings.value_rate, settings.scale_rate),
+        recipe.seed,
+    )
+    if found.after >= found.before:
+        rounder.annotate(
+            f"reconstruction gained nothing on {found.held_out} held-out batches: left as gptq rounded it"
+        )
+        return False
+    for path, weight in found.weights.items():
+        rounder.replace(prefix + path, weight, found, time.monotonic() - start)
+        _install(job, prefix + path, weight)
+    return True
 
 
 class _Rounder:
@@ -270,7 +341,7 @@ class _Rounder:
             [job.skeleton.module.get_parameter(f"{layer.name}.weight") for layer in unit.layers],
             job.format_of(unit.layers[0].name),
             hessian,
-            method=settings.method,
+            method="rtn" if settings.method == "rtn" else "gptq",
             scales=settings.scales,
             damping=settings.damping,
             scale_dtype=scale_dtype(job.skeleton.dtype),
@@ -293,6 +364,22 @@ class _Rounder:
             }
             self.records.append({key: value for key, value in record.items() if value is not None})
         return computed
+
+    def replace(self, name: str, weight: QuantizedWeight, found: Reconstruction, seconds: float) -> None:
+        """Take over a layer's weight from the reconstruction of its block."""
+        self.tensors |= encode(name, weight, scale_dtype(self._job.skeleton.dtype))
+        self.weights[name] = weight
+        for record in self.records:
+            if record["module"] == name:
+                record["method"] = "adaround"
+                record["block_error_before"] = found.before
+                record["block_error"] = found.after
+                record["seconds"] = round(record["seconds"] + seconds / len(found.weights), 3)
+
+    def annotate(self, remark: str) -> None:
+        """Say something about every layer of the block."""
+        for record in self.records:
+            record["note"] = "; ".join(filter(None, [record.get("note"), remark]))
 
 
 def _install(job: Job, name: str, weight: QuantizedWeight) -> None:

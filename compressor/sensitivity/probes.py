@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
-from compressor.calibration.stream import BlockCall, Stream, tail
+from compressor.calibration.stream import Stream, plain_call, tail
 from compressor.errors import InputRefused
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, Unit
@@ -120,7 +119,7 @@ def score_batch(
     draws = len(gradients)
     hidden = hidden.detach().clone().requires_grad_(draws > 0)
     with torch.set_grad_enabled(draws > 0), _seen(modules) as seen:
-        call = _plain(stream.calls[number][index])
+        call = plain_call(stream.calls[number][index])
         output = block(hidden, *call.args, **call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
     names = list(seen)
@@ -196,15 +195,6 @@ def _seen(modules: dict[str, nn.Linear]) -> Iterator[dict[str, tuple[Tensor, Ten
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _plain(call: BlockCall) -> BlockCall:
-    """The call with tensors that autograd may keep: recorded ones belong to inference mode."""
-
-    def usable(value: object) -> object:
-        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-    return BlockCall(pytree.tree_map(usable, call.args), pytree.tree_map(usable, call.kwargs))
 
 
 def layers_by_name(block: nn.Module, path: str, units: tuple[Unit, ...]) -> dict[str, nn.Linear]:

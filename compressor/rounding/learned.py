@@ -1,0 +1,67 @@
+"""A quantized weight that can be learned: real-valued codes that are rounded straight through, and scales.
+
+A weight is s · round(v), where v [out, groups, inputs per group] starts inside the rounding cell of the codes it is
+made from, as near to the original weight as that allows: it computes what those codes compute, and a weight
+that was rounded far lies near the border. AdaRound (Nagel et al. 2020, arXiv 2004.10568) lets a weight choose
+between its two neighbours; here v may go further, and the gradient passes the rounding unchanged (Bengio et al.
+2013, arXiv 1308.3432). The scale's gradient is that of LSQ (Esser et al. 2020, arXiv 1902.08153) for fixed v.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.formats import Format, QuantizedWeight
+from compressor.formats.quantize import grouped, storable
+
+# How near to the border of its rounding cell a value may begin, in steps.
+_INSIDE = 0.49
+
+
+class LearnedWeight:
+    """``values`` [out, groups, inputs per group] in code units and ``factor`` [out, groups] relative to the first
+    scale, both fp32 leaves for an optimizer. Integer formats only."""
+
+    def __init__(self, weight: QuantizedWeight, original: Tensor, scale_dtype: torch.dtype) -> None:
+        self.format: Format = weight.format
+        self._shape = weight.codes.shape
+        self._scale_dtype = scale_dtype
+        self._start = (
+            weight.scale.float().clone()
+        )  # calibration makes inference tensors, which autograd refuses
+        codes = grouped(weight.codes.float(), self.format)
+        wanted = grouped(original.float(), self.format) / self._start[..., None]
+        inside = torch.minimum(torch.maximum(wanted, codes - _INSIDE), codes + _INSIDE)
+        self.values = inside.clamp_(self.format.qmin, self.format.qmax).requires_grad_(True)
+        self.factor = torch.ones_like(self._start).requires_grad_(True)
+
+    def __call__(self) -> Tensor:
+        """The quantized weight [out, in], fp32, differentiable."""
+        return _Rounded.apply(self.values, self.factor, self._start, self._scale_dtype).view(self._shape)
+
+    @torch.no_grad()
+    def keep_in_range(self) -> None:
+        """Move values that an optimizer step took off the grid back to its ends."""
+        self.values.clamp_(self.format.qmin, self.format.qmax)
+
+    @torch.no_grad()
+    def quantized(self) -> QuantizedWeight:
+        """What is computed with now, as it will be stored."""
+        codes = self.values.round().view(self._shape).to(self.format.code_dtype)
+        return QuantizedWeight(codes, storable(self._start * self.factor, self._scale_dtype), self.format)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factor: Tensor, start: Tensor, scale_dtype: torch.dtype) -> Tensor:
+        scale = storable(start * factor, scale_dtype)
+        codes = values.round()
+        ctx.save_for_backward(codes, scale, start)
+        return codes * scale[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        codes, scale, start = ctx.saved_tensors
+        gradient = gradient.view(codes.shape)
+        return gradient * scale[..., None], (gradient * codes).sum(-1) * start, None, None
