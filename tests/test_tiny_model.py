@@ -104,7 +104,7 @@ def test_it_has_learned_text_it_never_saw(directory: Path, test_tokens: Tensor) 
         -(frequencies * frequencies.clamp_min(1e-12).log()).sum().item()
     )  # of the test tokens themselves
     learned = nll(log_probabilities(load(directory), test_tokens), test_tokens)
-    assert learned < unigram - 1.0  # nats per token; the best any model without context can do is ``unigram``
+    assert learned < unigram - 1.5  # nats per token; the best any model without context can do is ``unigram``
 
 
 def test_rounding_damages_it_and_fewer_bits_more(directory: Path, test_tokens: Tensor) -> None:
@@ -116,9 +116,8 @@ def test_rounding_damages_it_and_fewer_bits_more(directory: Path, test_tokens: T
         rounded = log_probabilities(model, test_tokens)
         kl = kl_div(rounded, original, log_target=True, reduction="sum") / original[..., 0].numel()
         damage[bits] = (kl.item(), nll(rounded, test_tokens) - nll(original, test_tokens))
-    # A model this small and this briefly trained is robust: 0.003 at 4 bits, where a SmolLM2 has 0.4.
-    assert damage[8][0] < 1e-4
-    assert damage[4][0] > 0.002
-    assert damage[3][0] > 3 * damage[4][0]
+    assert damage[8][0] < 1e-3
+    assert damage[4][0] > 0.02
+    assert damage[3][0] > 4 * damage[4][0]
     assert 0 < damage[4][1] < damage[3][1]
     assert math.isfinite(damage[3][1])

@@ -203,6 +203,10 @@ def _layer(job: Job, record: dict[str, Any]) -> Layer:
         bytes=assignment.bytes,
         error_before=record.get("error_rtn"),
         error_after=record.get("error"),
+        block_error_before=record.get("block_error_before"),
+        block_error_after=record.get("block_error"),
+        tokens=record.get("tokens"),
+        damping=record.get("damping"),
         seconds=record.get("seconds"),
         notes=[note for note in (assignment.reason, record.get("note")) if note],
     )

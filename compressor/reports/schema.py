@@ -132,8 +132,10 @@ class Data(Section):
 class Layer(Section):
     """What happened to one module, in the order it was processed.
 
-    ``error_before`` and ``error_after`` are in the unit that the quantization section names. A module
-    that was left alone has a ``skipped`` reason and no method.
+    ``error_before`` (rounded to nearest) and ``error_after`` (GPTQ) are in the unit that the quantization section
+    names, on the layer's own inputs; ``block_error_before`` and ``block_error_after`` are shares of the whole block's
+    output energy around a reconstruction, on sequences that it did not learn from. ``tokens`` reached the layer. A
+    module that was left alone has a ``skipped`` reason and no method.
     """
 
     module: str
@@ -145,6 +147,10 @@ class Layer(Section):
     bytes: int | None = None
     error_before: FiniteFloat | None = None
     error_after: FiniteFloat | None = None
+    block_error_before: FiniteFloat | None = None
+    block_error_after: FiniteFloat | None = None
+    tokens: int | None = None
+    damping: FiniteFloat | None = None
     seconds: FiniteFloat | None = None
     skipped: str | None = None
     notes: list[str] = Field(default_factory=list)
