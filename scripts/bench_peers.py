@@ -1,7 +1,7 @@
 """Quantize one model with compressor and with its peers, on the same tokens, and compare time and quality.
 
     python scripts/bench_peers.py --model DIR --calibration valid.txt --evaluation test.txt \\
-        --llmcompressor /path/to/venv/bin/python [--bits 4] [--group-size 32]
+        --llmcompressor /path/to/venv/bin/python --autoround /path/to/venv/bin/python [--bits 4] [--group-size 32]
 
 Each tool runs in a process of its own, one after the other, and its wall time is the whole process: start,
 load, calibrate, save (and for compressor also verify, shown separately). Every result is then evaluated by
@@ -75,6 +75,11 @@ def _runs(arguments: argparse.Namespace, tokens: Path) -> list[tuple[str, list[s
         runs.append(
             ("llm-compressor gptq", [*script, str(arguments.bits), str(arguments.group_size)], output)
         )
+    if arguments.autoround:
+        output = work / "autoround"
+        script = [arguments.autoround, str(PEERS / "autoround.py"), model, str(tokens), str(output)]
+        script += [str(arguments.bits), str(arguments.group_size), str(arguments.autoround_iterations)]
+        runs.append((f"AutoRound, {arguments.autoround_iterations} iterations", script, output))
     return runs
 
 
@@ -131,6 +136,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--methods", nargs="*", default=["rtn", "gptq"], help="compressor methods to run")
     parser.add_argument("--llmcompressor", help="interpreter with llmcompressor installed")
+    parser.add_argument("--autoround", help="interpreter with auto-round installed")
+    parser.add_argument("--autoround-iterations", type=int, default=50)
     parser.add_argument("--work", type=Path, default=Path("runs/bench_peers"))
     return parser.parse_args()
 

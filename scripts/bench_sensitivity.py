@@ -47,8 +47,8 @@ from compressor.sensitivity.schema import Sensitivity, read_sensitivity, write_s
 FORMATS = ("w3g32", "w4g64", "w8", "bf16")
 BUDGETS = ("4bits", "4.5bits", "5.5bits")
 PAIR_UNITS_PER_KIND = 5
-PLAN_TOKENS = (8, 256)
-RANDOM_PLANS = 9
+PLAN_TOKENS = (16, 256)
+RANDOM_PLANS = 12
 CPU = torch.device("cpu")
 
 
@@ -99,8 +99,8 @@ def run_time(args: argparse.Namespace) -> None:
 
 
 def run_truth(args: argparse.Namespace) -> None:
-    """Single units on 8 × 128 tokens (restarted from cached block inputs), whole plans on 8 × 256."""
-    job = job_for(args, args.evaluation, 8, 128)
+    """Single units on 16 × 128 tokens (restarted from cached block inputs), whole plans on 16 × 256."""
+    job = job_for(args, args.evaluation, 16, 128)
     rng = random.Random(1)
     kinds: dict[str, list[str]] = {}
     for unit in job.graph.units:
@@ -295,11 +295,11 @@ def predict(result: Sensitivity, plan: dict[str, str], interactions: bool) -> fl
 
 
 def report_plans(result: Sensitivity, plans: dict[str, Any]) -> None:
-    """Four random plans fit the calibration; all others are held out."""
+    """Six random plans fit the calibration; all others are held out."""
     print(
         "\n| plan | bits | measured KL ± se | diagonal, calibrated | error | interactions, calibrated | error |\n|---|---|---|---|---|---|---|"
     )
-    fitted = [name for name in plans if name.startswith("rand")][:4]
+    fitted = [name for name in plans if name.startswith("rand")][:6]
     points: dict[bool, dict[str, Point]] = {False: {}, True: {}}
     for name, entry in plans.items():
         made = described(result, entry["plan"], 0.0, 0.0)
@@ -341,10 +341,10 @@ def report_budgets(result: Sensitivity, plans: dict[str, Any]) -> None:
     print("\n| budget | allocation | bytes | measured KL | KL ÷ ours [95 %] |\n|---|---|---|---|---|")
     rng = np.random.default_rng(0)
     for text in BUDGETS:
-        ours = np.array(plans[f"interactions {text}"]["kl"])
+        ours = np.array(plans[f"diagonal {text}"]["kl"])
         rows = [
             uniform[text],
-            *(f"{label} {text}" for label in ("output mse", "gradient", "diagonal", "interactions")),
+            *(f"{label} {text}" for label in ("output mse", "gradient", "interactions", "diagonal")),
         ]
         for name in rows:
             kl = np.array(plans[name]["kl"])

@@ -50,13 +50,13 @@ class Candidate:
 class BlockProbes:
     """What a block's candidates did to every token.
 
-    ``products`` [draws, n, length] holds δ_t · e_t, written in place; ``error`` and ``energy`` are Σ|e|² and
-    Σ|y|² over all tokens (y without bias), as 0-d tensors.
+    ``products`` [draws, n, length] holds δ_t · e_t, written in place; ``relative`` is |e|²/|y|² (y without bias) of
+    each sequence and layer, summed over both, as a 0-d tensor: a ratio of sums would hear only the few tokens
+    and layers with the largest outputs.
     """
 
     products: dict[Column, Tensor] = field(default_factory=dict)
-    error: dict[Column, Tensor] = field(default_factory=dict)
-    energy: dict[Column, Tensor] = field(default_factory=dict)
+    relative: dict[Column, Tensor] = field(default_factory=dict)
 
 
 def head_gradients(
@@ -164,8 +164,9 @@ def _score(
         if padding is not None:
             error[padding] = 0
             y = y.masked_fill(padding[..., None], 0)
-        into.error[column] = into.error.get(column, 0) + error.float().square().sum()
-        into.energy[column] = into.energy.get(column, 0) + y.float().square().sum()
+        energy = y.float().square().sum((1, 2)).clamp_(min=torch.finfo(torch.float32).tiny)
+        ratio = error.float().square().sum((1, 2)) / energy
+        into.relative[column] = into.relative.get(column, 0) + ratio.sum()
         gradient = at_output[name]
         if gradient is not None:
             part = (gradient @ error[..., None])[..., 0].float()

@@ -259,7 +259,7 @@ def _score_block(
             {
                 "column": c.column,
                 "weight_error": weight_error(c, modules),
-                "output_error": float(into.error[c.column] / into.energy[c.column]),
+                "output_error": float(into.relative[c.column]) / (len(c.errors) * len(hidden)),
             }
             for c in candidates
         ]

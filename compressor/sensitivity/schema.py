@@ -31,8 +31,8 @@ class FormatScore(_Strict):
     ``damage`` is the increase of KL(original ‖ compressed) in nats per token, estimated (``fisher``) or
     measured (``measured``); under ``output-mse`` it is the relative squared error of the unit's
     output, which has no such unit. ``stderr`` is the standard error of ``damage`` over sequences.
-    ``weight_error`` and ``output_error`` are |ΔW|²/|W|² and |Δy|²/|y|² (not measured by ``measured``). ``bytes`` is what the unit takes in
-    the checkpoint.
+    ``weight_error`` is |ΔW|²/|W|², ``output_error`` the mean of |Δy|²/|y|² over sequences and the unit's layers (not
+    measured by ``measured``). ``bytes`` is what the unit takes in the checkpoint.
     """
 
     damage: NonNegative
