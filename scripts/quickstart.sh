@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up a virtual environment and run the quickstart: model, quantize, verify, evaluate, report.
+# Set up a virtual environment and run the quickstart: distill, quantize, verify, evaluate, report.
 #   scripts/quickstart.sh [VENV]
 set -euo pipefail
 cd "$(dirname "$0")/.."

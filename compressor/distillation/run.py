@@ -399,7 +399,7 @@ def _load_teacher(job: Job, source: Source, accelerator: Accelerator) -> Any:
     device = job.settings.teacher_device or str(accelerator.device)
     arguments = teacher_dtype(job.settings.teacher_dtype, device)
     if job.settings.teacher_dtype == "auto":
-        arguments = {"dtype": getattr(torch, resolve_dtype("auto", source))}
+        arguments = {"dtype": getattr(torch, resolve_dtype("auto", source, device))}
     model = load_model(source, job.task, device=device, arguments=arguments)
     shown = job.settings.teacher_dtype if job.settings.teacher_dtype in ("int8", "nf4") else str(model.dtype)
     note(f"teacher: {source.ref} on {device} in {shown.removeprefix('torch.')}")

@@ -50,7 +50,7 @@ def mass_outside(model: RowModel, batch: Batch, vocabulary: int) -> float:
 
 
 def teacher_dtype(name: str, device: str) -> dict[str, Any]:
-    """Arguments for ``from_pretrained``. ``auto`` is the dtype stored; int8 and nf4 quantize, when asked for.
+    """Arguments for ``from_pretrained``. ``auto`` is the dtype stored (the caller widens it to float32 on a CPU); int8 and nf4 quantize, when asked for.
 
     Raises MachineLimit when bitsandbytes is not installed.
     """

@@ -65,12 +65,14 @@ def comparison_table(report: Report) -> Table:
 
 
 def distillation_table(found: Distillation) -> Table:
-    """Teacher, student before and after, control."""
-    table = Table(*wording.distillation_header(found))
+    """Teacher, student before and after, control; one column each, so that it fits a terminal."""
+    _, *rows = zip(wording.distillation_header(found), *wording.distillation_rows(found), strict=True)
+    arms = [row[0] for row in wording.distillation_rows(found)]
+    table = Table("", *arms)
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in wording.distillation_rows(found):
-        table.add_row(*(escape(text.replace(" [", "\n[")) for text in row))
+    for name, *cells in rows:
+        table.add_row(name, *(escape(text.replace(" [", "\n[")) for text in cells))
     return table
 
 
