@@ -158,6 +158,33 @@ def test_lora_student_is_merged(teacher: Path, tmp_path: Path) -> None:
     assert found.arms["after"].metrics["kl"].value < found.arms["before"].metrics["kl"].value
 
 
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_a_quantized_teacher_teaches_a_student_of_its_own_whole_weights(
+    teacher: Path, tmp_path: Path, dtype: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    output = tmp_path / dtype
+    distill(*common(teacher, output), "--teacher-dtype", dtype, "--lr", "1e-9")
+    whole, student = load_file(teacher / "model.safetensors"), load_file(output / "model.safetensors")
+    name = "model.layers.{}.self_attn.q_proj.weight"
+    torch.testing.assert_close(student[name.format(1)], whole[name.format(3)])
+    found = read_report(output).distillation
+    assert found is not None
+    assert found.arms["teacher"].parameters == sum(tensor.numel() for tensor in whole.values())
+
+
+@pytest.mark.parametrize("options", [("--optimizer", "adamw8bit"), ("--dtype", "bfloat16")])
+def test_other_arithmetic_learns_too(teacher: Path, tmp_path: Path, options: tuple[str, str]) -> None:
+    if "adamw8bit" in options:
+        pytest.importorskip("bitsandbytes")
+    output = tmp_path / "student"
+    distill(*common(teacher, output), *options, "--lr", "3e-3", "--steps", "20")
+    found = read_report(output).distillation
+    assert found is not None
+    assert found.arms["after"].metrics["kl"].value < found.arms["before"].metrics["kl"].value
+    assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {torch.float32}
+
+
 def test_hidden_and_relation_losses_pull_the_student(teacher: Path, tmp_path: Path) -> None:
     distill(
         *common(teacher, tmp_path / "inner"),

@@ -274,7 +274,7 @@ def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) ->
             )
         teacher = _load_teacher(job, teacher_source, accelerator)
         with accelerator.main_process_first():
-            initial, layer_map = _initial(job, teacher, run.path / "initial", _pad_id(job))
+            initial, layer_map = _initial(job, teacher_source, teacher, run.path / "initial", _pad_id(job))
         worker = _Worker(job, accelerator, teacher_source, teacher, initial, layer_map)
         progress = worker.train(run.path / "student", job.objective)
         control = None
@@ -440,7 +440,9 @@ def _fine_tuned(job: Job, directory: Path, path: Path, accelerator: Accelerator)
     return open_model(str(directory))
 
 
-def _initial(job: Job, teacher: Any, directory: Path, pad_id: int) -> tuple[Source, list[int] | None]:
+def _initial(
+    job: Job, source: Source, teacher: Any, directory: Path, pad_id: int
+) -> tuple[Source, list[int] | None]:
     """The student before training, on disk, and for derived ones the teacher layer of each of its layers."""
     if job.student is not None:
         return job.student, None
@@ -448,6 +450,9 @@ def _initial(job: Job, teacher: Any, directory: Path, pad_id: int) -> tuple[Sour
     record = directory / "derive.json"
     if not record.exists():
         device = next(teacher.parameters()).device
+        if job.settings.teacher_dtype in ("int8", "nf4"):  # a student is made of the teacher's own weights
+            whole = {"dtype": getattr(torch, resolve_dtype("auto", source, device.type))}
+            teacher = load_model(source, job.task, device=str(device), arguments=whole).requires_grad_(False)
         chosen = np.random.default_rng([job.recipe.seed, 1]).permutation(len(job.training))[
             : max(4, _CALIBRATION // job.settings.data.length)
         ]
@@ -635,7 +640,9 @@ class _Worker:
                 )  # fmt: skip
             shown = {"teacher": source.ref, "before": str(job.settings.student)}.get(name, name)
             size = sum(file.stat().st_size for file in source.weight_files)
-            parameters = sum(p.numel() for p in rows.bare.parameters())
+            # Counted in the file for the teacher: in memory bitsandbytes packs two weights into one element.
+            stored = sum(entry.numel for entry in source.tensors.values())
+            parameters = stored if name == "teacher" else sum(p.numel() for p in rows.bare.parameters())
             arms[name] = Arm(shown, parameters, size, result, latency)
         return Distilled(
             task=job.task, objective=job.objective, training=job.schedule, arms=arms, progress=progress, control=control,

@@ -1,5 +1,6 @@
 """The teacher while it is running: on its own device, in its own precision, never changed, never saved."""
 
+import logging
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ def teacher_dtype(name: str, device: str) -> dict[str, Any]:
         raise MachineLimit(f"--teacher-dtype {name} needs bitsandbytes: pip install 'compressor[bnb]'")
     compute = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     if name == "int8":
+        # Said once for every layer and step; that int8 computes in float16 is what was asked for.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         quantization = BitsAndBytesConfig(load_in_8bit=True)
     else:
         quantization = BitsAndBytesConfig(
