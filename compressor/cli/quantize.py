@@ -114,6 +114,12 @@ def quantize(
             rich_help_panel=_HOW,
         ),
     ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps of adaround for each block (default 100).", show_default=False, rich_help_panel=_HOW
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -225,6 +231,7 @@ def quantize(
             "quantize.method": method,
             "quantize.scales": scales,
             "quantize.damping": damping,
+            "quantize.adaround.iterations": iterations,
             "quantize.ignore": ignore or None,
             "quantize.include": include or None,
             "quantize.strict": strict or None,

@@ -26,8 +26,8 @@ def estimate(job: Job, recipe: Recipe) -> Estimate:
     """Estimate without reading weights.
 
     Work is counted as the products of a block's forward pass (once when all calibration sequences fit in
-    one batch, otherwise about 2.5 times, for the replays), Σ x xᵀ per unit, and the O(in³) factorization
-    with its column updates; an Hessian is in² values per unit, the one cost that grows faster than the model.
+    one batch, otherwise about 2.5 times, for the replays), Σ x xᵀ per unit, the O(in³) factorization
+    with its column updates, and for adaround its training steps; an Hessian is in² values per unit, the one cost that grows faster than the model.
     """
     formats: dict[str, tuple[int, int]] = {}
     for assignment in job.plan.layers.values():
@@ -51,6 +51,14 @@ def estimate(job: Job, recipe: Recipe) -> Estimate:
     for unit in job.graph.units if tokens else ():
         inputs = unit.layers[0].in_features
         work += 1.25 * tokens * inputs**2 + inputs**3 + 2 * unit.numel * inputs
+    if recipe.quantize.method == "adaround" and job.tokens is not None:
+        learned = recipe.quantize.adaround
+        step = min(learned.batch, job.tokens.input_ids.shape[0]) * job.tokens.input_ids.shape[1]
+        # Each step is a forward and a backward pass, and the original model goes along once.
+        work += (6 * learned.iterations * step + 4 * tokens) * sum(unit.numel for unit in job.graph.units)
+        memory += (
+            20 * block + tokens * hidden * item * 2
+        )  # values, gradients, moments, codes; inputs and targets
     search = 25 * 8 * sum(unit.numel for unit in job.graph.units)  # the scale search, element-wise
     return Estimate(
         formats, skipped, int(memory), estimated_disk_bytes(job), 1.3 * work / _speed(job) + search / 1e9

@@ -1,5 +1,6 @@
 """A scan as a table and as a heat map."""
 
+from itertools import takewhile
 from pathlib import Path
 
 from rich.table import Table
@@ -12,19 +13,30 @@ def fragile_table(scan: Sensitivity, rows: int = 12) -> Table:
     """The most fragile units: those that the smallest scanned format damages most."""
     names = [name for name in scan.formats if name != "bf16"]
     what = "relative output error" if scan.score == "output-mse" else "KL in nats per token"
-    table = Table("unit", title=f"most fragile of {len(scan.units)} units: {what}")
+    # Every name begins alike, and a terminal has no room for it.
+    shared = _shared_path([unit.name for unit in scan.units])
+    table = Table(title=f"most fragile of {len(scan.units)} units: {what}")
+    table.add_column(f"unit ({shared}.…)" if shared else "unit", overflow="fold")
     for name in names:
         table.add_column(name, justify="right")
     for unit in sorted(scan.units, key=_worst, reverse=True)[:rows]:
-        table.add_row(unit.name, *(_cell(unit, name) for name in names))
+        table.add_row(unit.name.removeprefix(f"{shared}."), *(_cell(unit, name) for name in names))
     return table
+
+
+def _shared_path(names: list[str]) -> str:
+    """The leading components that all ``names`` have in common, each keeping at least its last."""
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _cell(unit: UnitScores, name: str) -> str:
     score = unit.formats.get(name)
     if score is None:
         return ""
-    return f"{score.damage:.3g}" + (f" ± {score.stderr:.1g}" if score.stderr else "")
+    if not score.stderr or not score.damage:
+        return f"{score.damage:.3g}"
+    return f"{score.damage:.3g} ± {100 * score.stderr / score.damage:.0f} %"
 
 
 def _worst(unit: UnitScores) -> float:
