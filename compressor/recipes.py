@@ -100,7 +100,7 @@ class PlanRecipe(_Strict):
     pin: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
     floor: tuple[str, ...] = ()
-    interactions: bool = False
+    interactions: bool = True
     costs: Path | None = None
     gpu: str | None = None
     measure: Annotated[int, Field(ge=0)] = 0

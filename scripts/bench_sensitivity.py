@@ -5,12 +5,13 @@
     python scripts/bench_sensitivity.py time     --model MODEL --calibration valid.txt --work DIR
     python scripts/bench_sensitivity.py truth    --model MODEL --evaluation test.txt   --work DIR
     python scripts/bench_sensitivity.py budgets  --model MODEL --calibration valid.txt --evaluation test.txt --work DIR
+    python scripts/bench_sensitivity.py frontier --model MODEL --evaluation test.txt --work DIR
     python scripts/bench_sensitivity.py report   --work DIR
 
 ``scan`` scores every unit × format on 32 sequences (``--samples``) × 256 tokens of the calibration text; ``time`` sets its cost against
 as many plain forward+backward passes; ``truth`` measures single units and random whole plans on the evaluation
-text; ``budgets`` compares allocations at equal bytes (``gradient``, its peer's score, can be run before); ``report``
-prints the tables. Every measurement is kept in
+text; ``budgets`` compares allocations at equal bytes (``gradient``, its peer's score, can be run before); ``frontier``
+measures plans along the frontier, four of which calibrate the prediction of the others; ``report`` prints the tables. Every measurement is kept in
 DIR and not repeated, so a stopped run goes on.
 """
 
@@ -46,6 +47,20 @@ from compressor.sensitivity.schema import Sensitivity, read_sensitivity, write_s
 
 FORMATS = ("w3g32", "w4g64", "w8", "bf16")
 BUDGETS = ("4bits", "4.5bits", "5.5bits")
+# Plans along the frontier: some calibrate the prediction, as `plan --measure` does, the others are predicted.
+FIT_BUDGETS = ("3.75bits", "4.25bits", "5bits", "6.5bits")
+HELD_OUT_BUDGETS = (
+    "3.85bits",
+    "4bits",
+    "4.125bits",
+    "4.4bits",
+    "4.5bits",
+    "4.75bits",
+    "5.25bits",
+    "5.5bits",
+    "6bits",
+    "7bits",
+)
 PAIR_UNITS_PER_KIND = 5
 PLAN_TOKENS = (16, 256)
 RANDOM_PLANS = 12
@@ -177,13 +192,23 @@ def run_budgets(args: argparse.Namespace) -> None:
     for text in BUDGETS:
         budget = parse_budget(text, result)
         for label, replaced, interactions in (
-            ("interactions", None, True),
+            ("ours", None, True),
             ("diagonal", None, False),
             ("output mse", by_error, False),
             ("gradient", gradient, False),
         ):
             problem = build_problem(result, budget, Rules(), interactions=interactions, replaced=replaced)
             plans[f"{label} {text}"] = allocate(result, problem, budget).formats
+    measure(args, plans)
+
+
+def run_frontier(args: argparse.Namespace) -> None:
+    result = read_sensitivity(args.work / "sensitivity.json")
+    plans = {}
+    for text in (*FIT_BUDGETS, *HELD_OUT_BUDGETS):
+        budget = parse_budget(text, result)
+        problem = build_problem(result, budget, Rules(), interactions=True)
+        plans[f"ours {text}"] = allocate(result, problem, budget).formats
     measure(args, plans)
 
 
@@ -259,7 +284,9 @@ def run_report(args: argparse.Namespace) -> None:
     if (args.work / "plans.json").exists():
         plans = json.loads((args.work / "plans.json").read_text("utf-8"))
         report_plans(result, plans)
-        if f"interactions {BUDGETS[-1]}" in plans:
+        if f"ours {FIT_BUDGETS[0]}" in plans:
+            report_frontier(result, plans)
+        if f"ours {BUDGETS[-1]}" in plans:
             report_budgets(result, plans)
 
 
@@ -336,15 +363,45 @@ def report_plans(result: Sensitivity, plans: dict[str, Any]) -> None:
         )
 
 
+def report_frontier(result: Sensitivity, plans: dict[str, Any]) -> None:
+    """Plans along the frontier, predicted after four of them were measured."""
+    points: dict[str, Point] = {}
+    for text in (*FIT_BUDGETS, *HELD_OUT_BUDGETS):
+        entry = plans[f"ours {text}"]
+        made = described(result, entry["plan"], 0.0, 0.0)
+        kl = np.array(entry["kl"])
+        stderr = float(kl.std(ddof=1) * len(kl) ** 0.5) / entry["tokens"]
+        points[text] = Point(
+            made.bits,
+            made.bytes,
+            predict(result, entry["plan"], True),
+            float(kl.sum()) / entry["tokens"],
+            stderr,
+        )
+    calibration = fit([points[text] for text in FIT_BUDGETS])
+    print("\n| frontier plan | measured KL ± se | calibrated prediction | error |\n|---|---|---|---|")
+    for text, point in sorted(points.items(), key=lambda item: item[1].bits):
+        mark = " (fit)" if text in FIT_BUDGETS else ""
+        print(
+            f"| {text}{mark} | {point.measured:.4f} ± {point.stderr:.4f} | {calibration(point.predicted):.4f} | "
+            f"{100 * calibration.error(point):+.1f} % |"
+        )
+    errors = np.abs([calibration.error(points[text]) for text in HELD_OUT_BUDGETS])
+    print(
+        f"\n{len(errors)} held-out frontier plans: mean |error| {100 * errors.mean():.1f} %, largest {100 * errors.max():.1f} %, "
+        f"{(errors <= 0.15).sum()} within 15 %"
+    )
+
+
 def report_budgets(result: Sensitivity, plans: dict[str, Any]) -> None:
     uniform = {text: "uniform w3g32" if text == "4bits" else "uniform w4g64" for text in BUDGETS}
     print("\n| budget | allocation | bytes | measured KL | KL ÷ ours [95 %] |\n|---|---|---|---|---|")
     rng = np.random.default_rng(0)
     for text in BUDGETS:
-        ours = np.array(plans[f"diagonal {text}"]["kl"])
+        ours = np.array(plans[f"ours {text}"]["kl"])
         rows = [
             uniform[text],
-            *(f"{label} {text}" for label in ("output mse", "gradient", "interactions", "diagonal")),
+            *(f"{label} {text}" for label in ("output mse", "gradient", "diagonal", "ours")),
         ]
         for name in rows:
             kl = np.array(plans[name]["kl"])
@@ -371,6 +428,7 @@ def main() -> None:
         "truth": run_truth,
         "gradient": gradient_scores,
         "budgets": run_budgets,
+        "frontier": run_frontier,
         "report": run_report,
     }
     parser = argparse.ArgumentParser(

@@ -38,7 +38,7 @@ class PlanSettings:
     forbids: Sequence[str] = ()
     floors: Sequence[str] = ()
     engine: str | None = None
-    interactions: bool = False
+    interactions: bool = True
     costs: Path | None = None
     gpu: str | None = None
     batch_tokens: int = 1
