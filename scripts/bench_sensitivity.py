@@ -46,7 +46,7 @@ from compressor.sensitivity.scan import ScanJob, ScanSettings, prepare, scan
 from compressor.sensitivity.schema import Sensitivity, read_sensitivity, write_sensitivity
 
 FORMATS = ("w3g32", "w4g64", "w8", "bf16")
-BUDGETS = ("4bits", "4.5bits", "5.5bits")
+BUDGETS = ("3.75bits", "4bits", "4.25bits", "4.5bits", "5.5bits")
 # Plans along the frontier: some calibrate the prediction, as `plan --measure` does, the others are predicted.
 FIT_BUDGETS = ("3.75bits", "4.25bits", "5bits", "6.5bits")
 HELD_OUT_BUDGETS = (
@@ -394,7 +394,7 @@ def report_frontier(result: Sensitivity, plans: dict[str, Any]) -> None:
 
 
 def report_budgets(result: Sensitivity, plans: dict[str, Any]) -> None:
-    uniform = {text: "uniform w3g32" if text == "4bits" else "uniform w4g64" for text in BUDGETS}
+    uniform = {text: "uniform w3g32" if text in ("3.75bits", "4bits") else "uniform w4g64" for text in BUDGETS}
     print("\n| budget | allocation | bytes | measured KL | KL ÷ ours [95 %] |\n|---|---|---|---|---|")
     rng = np.random.default_rng(0)
     for text in BUDGETS:
