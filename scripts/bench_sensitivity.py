@@ -394,7 +394,9 @@ def report_frontier(result: Sensitivity, plans: dict[str, Any]) -> None:
 
 
 def report_budgets(result: Sensitivity, plans: dict[str, Any]) -> None:
-    uniform = {text: "uniform w3g32" if text in ("3.75bits", "4bits") else "uniform w4g64" for text in BUDGETS}
+    uniform = {
+        text: "uniform w3g32" if text in ("3.75bits", "4bits") else "uniform w4g64" for text in BUDGETS
+    }
     print("\n| budget | allocation | bytes | measured KL | KL ÷ ours [95 %] |\n|---|---|---|---|---|")
     rng = np.random.default_rng(0)
     for text in BUDGETS:
