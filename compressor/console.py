@@ -43,7 +43,7 @@ def warn(message: str) -> None:
 class Steps:
     """Counts finished steps of one job; made by :func:`steps`."""
 
-    def __init__(self, label: str, total: int, progress: Progress | None) -> None:
+    def __init__(self, label: str, total: int | None, progress: Progress | None) -> None:
         self._label, self._total, self._progress = label, total, progress
         self._done = 0
         self._start = self._printed = time.monotonic()
@@ -60,16 +60,17 @@ class Steps:
         if self._done == self._total or now - self._printed >= 10:
             self._printed = now
             elapsed = now - self._start
+            of = "" if self._total is None else f"/{self._total}"
             print(
-                f"{self._label}: {self._done}/{self._total} {detail} ({elapsed:.0f} s)",
+                f"{self._label}: {self._done}{of} {detail} ({elapsed:.0f} s)",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 @contextmanager
-def steps(label: str, total: int) -> Iterator[Steps]:
-    """Show the progress of ``total`` steps named ``label``."""
+def steps(label: str, total: int | None) -> Iterator[Steps]:
+    """Show the progress of ``total`` steps named ``label``; of unknown many without it."""
     if not err.is_terminal:
         yield Steps(label, total, None)
         return

@@ -155,6 +155,7 @@ class DistillRecipe(_Strict):
     ``alpha`` are 1 and 1 for language models, 3 and 0.7 for classifiers and question answering.
     ``batch_size`` examples make an optimizer step over all processes, ``micro_batch`` go through at a time.
     ``steps``, ``epochs`` or ``time_budget`` (minutes) end the training, whichever comes first.
+    An unset ``learning_rate`` is 1e-4; of a quantized student it is in steps of the grid, 3e-3 unless set.
     ``teacher_epochs`` trains the teacher on the labels first, for one that has no head for the task yet.
     """
 
@@ -177,7 +178,7 @@ class DistillRecipe(_Strict):
     time_budget: Annotated[float, Field(gt=0)] | None = None
     batch_size: Annotated[int, Field(ge=1)] = 16
     micro_batch: Annotated[int, Field(ge=1)] = 8
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.01

@@ -19,7 +19,7 @@ from compressor.distillation.latency import Latency
 from compressor.distillation.quantized import FakeQuantized, make_trainable, open_quantized, packed_layers
 from compressor.errors import InputRefused
 from compressor.formats import parse_format
-from compressor.formats.quantize import absmax_scale, fake_quantize
+from compressor.formats.quantize import absmax_scale, fake_quantize, grouped
 from compressor.reports.write import read_report
 from compressor.sources.model import open_model
 
@@ -37,22 +37,25 @@ def test_fake_quantization_is_the_formats(name: str, seed: int) -> None:
     weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(seed))
     scale = absmax_scale(weight, fmt, torch.bfloat16) * (0.9 if fmt.kind == "int" else 1.0)
     scale = scale.bfloat16().float()
-    assert torch.equal(FakeQuantized(scale, fmt, torch.bfloat16)(weight), fake_quantize(weight, scale, fmt))
+    quantizer = FakeQuantized(scale, fmt, torch.bfloat16)
+    values = (grouped(weight, fmt) / scale[..., None]).view(weight.shape)
+    assert torch.equal(quantizer(values), fake_quantize(weight, scale, fmt))
+    assert torch.equal(quantizer.scale(), scale)
 
 
-def test_gradients_are_lsqs() -> None:
-    """Inside the grid: 1 for the weight, round(v) − v for the scale; outside: 0 and the end of the grid."""
+def test_gradients_pass_the_rounding_but_not_the_end_of_the_grid() -> None:
+    """For values: the scale, or nothing where a step would leave the grid. For scales: the codes."""
     fmt = parse_format("w3")
-    weight = torch.tensor([[0.26, -0.14, 9.0, -9.0]], requires_grad=True)
+    values = torch.tensor([[2.1, -1.1, 9.0, 9.0, -9.0, -9.0]], requires_grad=True)
     quantizer = FakeQuantized(torch.tensor([[0.125]]), fmt, torch.bfloat16)
-    value = quantizer(weight)
-    assert value.tolist() == [[0.25, -0.125, 0.375, -0.5]]
-    value.sum().backward()
-    assert weight.grad is not None
-    assert quantizer.factor.grad is not None
-    assert weight.grad.tolist() == [[1.0, 1.0, 0.0, 0.0]]
-    expected = (2 - 0.26 / 0.125) + (-1 + 0.14 / 0.125) + 3 - 4
-    assert quantizer.factor.grad.item() == pytest.approx(0.125 * expected, abs=1e-5)
+    weight = quantizer(values)
+    assert weight.tolist() == [[0.25, -0.125, 0.375, 0.375, -0.5, -0.5]]
+    weight.backward(torch.tensor([[1.0, -2.0, 1.0, -1.0, 1.0, -1.0]]))
+    assert values.grad is not None
+    assert quantizer.change.grad is not None
+    assert values.grad.tolist() == [[0.125, -0.25, 0.125, 0.0, 0.0, -0.125]]
+    # d weight / d change = code · first scale · a tenth
+    assert quantizer.change.grad.item() == pytest.approx(0.0125 * (2 * 1 + 1 * 2 + 3 - 3 - 4 + 4))
 
 
 @pytest.fixture(scope="module", params=["w3g32", "w8a8"])
@@ -88,7 +91,7 @@ def test_recovery_is_packed_verified_and_better(
     output = tmp_path / "recovered"
     command(
         "distill", original, "-o", output, "--student", f"quantized:{directory}", "--data", "builtin:train", "--samples", 60,
-        "--length", 32, "--steps", 30, "--batch-size", 8, "--lr", "3e-4", "--device", "cpu", "--track", "none",
+        "--length", 32, "--steps", 30, "--batch-size", 8, "--device", "cpu", "--track", "none",
     )  # fmt: skip
     found = read_report(output).distillation
     assert found is not None

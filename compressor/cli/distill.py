@@ -251,7 +251,7 @@ def distill(
         typer.Option(
             "--learning-rate",
             "--lr",
-            help="Peak learning rate (1e-4).",
+            help="Peak learning rate (1e-4; of a quantized student in steps of its grid, 3e-3).",
             rich_help_panel=_TRAIN,
             show_default=False,
         ),

@@ -156,7 +156,7 @@ def train(
     if progress.step == 0 and not progress.curve:
         measure()
         began = time.monotonic()  # the budget is for training
-    with steps(label, training.steps or 0) as shown:
+    with steps(label, training.steps) as shown:
         while (done := _done(progress, training)) < 1.0:
             ids = order.batch(progress.step)
             rows, tokens = int(counts[ids].sum()), int(lengths[ids].sum())

@@ -280,11 +280,11 @@ def measured(task: TaskName, columns: Columns, *, seed: int) -> Measured:
     return Measured(metrics, columns)
 
 
-def value(task: TaskName, columns: Columns) -> float:
-    """The primary metric alone."""
+def value(task: TaskName, columns: Columns, name: str | None = None) -> float:
+    """One metric alone, the primary one unless named."""
     sums = {name: np.asarray([c.sum()]) for name, c in columns.items()}
     with np.errstate(over="ignore"):
-        return float(METRICS[task][primary(task)].of(sums)[0])
+        return float((METRICS[task] | AGAINST_TEACHER)[name or primary(task)].of(sums)[0])
 
 
 def difference(task: TaskName, first: Columns, second: Columns, name: str, *, seed: int) -> Estimate:
@@ -299,9 +299,9 @@ def difference(task: TaskName, first: Columns, second: Columns, name: str, *, se
     return estimate(lambda s: of(part(s, "b.")) - of(part(s, "a.")), both, sums)
 
 
-def better(task: TaskName) -> Callable[[float, float], bool]:
-    """Whether the first value of the primary metric is better than the second."""
-    if METRICS[task][primary(task)].better == "lower":
+def better(task: TaskName, name: str | None = None) -> Callable[[float, float], bool]:
+    """Whether the first value of a metric, the primary one unless named, is better than the second."""
+    if (METRICS[task] | AGAINST_TEACHER)[name or primary(task)].better == "lower":
         return lambda a, b: a < b
     return lambda a, b: a > b
 

@@ -1,9 +1,8 @@
 """Recovery of a quantized checkpoint: its weights are trained while they stay quantized, and packed again.
 
-Every quantized layer computes with s · round(clamp(w / s)), the same grid as :mod:`compressor.formats`, where
-round passes gradients straight through (Bengio et al. 2013, arXiv 1308.3432). By the chain rule the gradient
-of the scale is then that of LSQ (Esser et al. 2020, arXiv 1902.08153): round(w/s) − w/s inside the grid and its
-end outside. Everything that is not quantized stays byte for byte as it is in the checkpoint.
+Every quantized layer computes with s · round(v), the same grid as :mod:`compressor.formats`; the values v, in units
+of a step, and the scales s are trained as in :mod:`compressor.rounding.learned`. Everything that is not quantized
+stays byte for byte as it is in the checkpoint.
 """
 
 import json
@@ -25,53 +24,41 @@ from compressor.checkpoint.sidecar import SIDECAR, read_sidecar
 from compressor.checkpoint.verify import verify
 from compressor.errors import InputRefused, VerificationFailed
 from compressor.formats import Format
-from compressor.formats.format import FP8_MAX
-from compressor.formats.quantize import (
-    QuantizedWeight,
-    fake_quantize_activations,
-    grouped,
-    quantize,
-    storable,
-)
+from compressor.formats.quantize import QuantizedWeight, fake_quantize_activations, grouped, storable
+from compressor.rounding.learned import on_grid, rounded
 from compressor.sources.model import Source
 from compressor.sources.tensors import INDEX, index_directory, read_tensor
+
+QUANTIZED_LEARNING_RATE = 3e-3
+"""Of values, in steps of the grid; scales move a tenth of it, relative to where they begin."""
+_SCALE_SHARE = 0.1
 
 # How near to the border of its rounding cell a weight may begin, in steps.
 _INSIDE = 0.499
 
 
 class FakeQuantized(nn.Module):
-    """Parametrization of a weight [out, in] by its quantized value; ``scale`` [out, groups] is learned for integers."""
+    """Parametrization of a weight [out, in] by values in units of its ``scale`` [out, groups], which is learned
+    for integers."""
 
     def __init__(self, scale: Tensor, fmt: Format, stored: torch.dtype) -> None:
         super().__init__()
         self.start: Tensor
         self.register_buffer("start", scale.float().clone())
-        # Learned relative to where it begins, so that one learning rate suits any magnitude.
-        self.factor = nn.Parameter(torch.ones_like(self.start), requires_grad=fmt.kind == "int")
+        # In a unit of its own, so that one learning rate suits values and scales of any magnitude.
+        self.change = nn.Parameter(torch.zeros_like(self.start), requires_grad=fmt.kind == "int")
         self.format, self.stored = fmt, stored
 
-    @property
     def scale(self) -> Tensor:
-        return self.start * self.factor
+        """As it will be stored, [out, groups] fp32."""
+        return storable(self.start * self._factor(), self.stored)
 
-    def stored_scale(self) -> Tensor:
-        """The scale as it will be stored; its gradient passes through the rounding."""
-        scale = self.scale
-        return scale + (storable(scale.detach(), self.stored) - scale.detach())
+    def _factor(self) -> Tensor:
+        return 1 + _SCALE_SHARE * self.change
 
-    def forward(self, weight: Tensor) -> Tensor:
-        fmt = self.format
-        scale = self.stored_scale()[..., None]
-        scaled = grouped(weight.float(), fmt) / scale
-        if fmt.kind == "fp8":
-            inside = scaled.clamp(-FP8_MAX, FP8_MAX)
-            nearest = inside.detach().to(torch.float8_e4m3fn).float()
-        else:
-            inside = scaled.clamp(fmt.qmin, fmt.qmax)
-            nearest = inside.detach().round()
-        codes = inside + (nearest - inside.detach())
-        return (codes * scale).reshape(weight.shape).to(weight.dtype)
+    def forward(self, values: Tensor) -> Tensor:
+        weight = rounded(grouped(values, self.format), self._factor(), self.start, self.format, self.stored)
+        return weight.view(values.shape)
 
 
 @dataclass(frozen=True)
@@ -133,8 +120,8 @@ def make_trainable(model: Any, student: QuantizedStudent) -> Any:
             original = grouped(module.weight.detach().float().cpu(), fmt) / scale[..., None]
             inside = torch.minimum(torch.maximum(original, groups - _INSIDE), groups + _INSIDE)
             groups = inside.clamp(fmt.qmin, fmt.qmax)
-        master = (groups * scale[..., None]).reshape(codes.shape)
-        module.weight = nn.Parameter(master.to(device, torch.float32), requires_grad=True)
+        values = groups.reshape(codes.shape)
+        module.weight = nn.Parameter(values.to(device, torch.float32), requires_grad=True)
         quantizer = FakeQuantized(scale.to(device), fmt, stored)
         parametrize.register_parametrization(module, "weight", quantizer, unsafe=True)
         if fmt.activations is not None:
@@ -162,8 +149,8 @@ def packed_layers(model: Any, student: QuantizedStudent) -> dict[str, Tensor]:
         for layer, fmt in student.formats.items():
             module = modules.get(layer) or modules[f"{prefix}.{layer}"]
             parts: Any = module.parametrizations["weight"]
-            scale = storable(parts[0].scale, parts[0].stored)
-            weight = QuantizedWeight(quantize(parts.original, scale, fmt), scale, fmt)
+            codes = on_grid(parts.original, fmt).to(fmt.code_dtype)
+            weight = QuantizedWeight(codes, parts[0].scale(), fmt)
             made = encode(layer, weight, parts[0].stored)
             tensors |= made
             decoded = decode(layer, made, fmt).dequantize(torch.float32)

@@ -41,6 +41,7 @@ from compressor.distillation.measure import Measured, better, generator, measure
 from compressor.distillation.metric_library import compute, load_metrics
 from compressor.distillation.models import load_model, save_student, with_lora
 from compressor.distillation.quantized import (
+    QUANTIZED_LEARNING_RATE,
     QuantizedStudent,
     check_saved,
     make_trainable,
@@ -148,7 +149,7 @@ def prepare(recipe: Recipe, output: Path | None, *, overwrite: bool) -> Job:
         )
     return Job(
         recipe, settings, task, teacher, student, request, quantized, training, validation, test, objective,
-        _schedule(settings, task, len(training), recipe.seed), device, load_metrics(settings.metrics), tuple(warnings),
+        _schedule(settings, task, len(training), quantized=quantized is not None, seed=recipe.seed), device, load_metrics(settings.metrics), tuple(warnings),
     )  # fmt: skip
 
 
@@ -183,7 +184,9 @@ def _objective(settings: DistillRecipe, task: TaskName) -> Objective:
     return Objective(settings.divergence, temperature, alpha)
 
 
-def _schedule(settings: DistillRecipe, task: TaskName, examples: int, seed: int) -> Training:
+def _schedule(
+    settings: DistillRecipe, task: TaskName, examples: int, *, quantized: bool, seed: int
+) -> Training:
     steps = settings.steps
     epochs = settings.epochs
     if steps is None and epochs is None and settings.time_budget is None:
@@ -196,10 +199,10 @@ def _schedule(settings: DistillRecipe, task: TaskName, examples: int, seed: int)
         seconds=None if settings.time_budget is None else 60 * settings.time_budget,
         batch_size=settings.batch_size,
         micro_batch=settings.micro_batch,
-        learning_rate=settings.learning_rate,
+        learning_rate=settings.learning_rate or (QUANTIZED_LEARNING_RATE if quantized else 1e-4),
         schedule=settings.schedule,
         warmup=settings.warmup,
-        weight_decay=settings.weight_decay,
+        weight_decay=0.0 if quantized else settings.weight_decay,  # codes have no reason to be small
         clip=settings.clip,
         optimizer=settings.optimizer,
         dropout=settings.dropout,
@@ -409,7 +412,7 @@ def _load_teacher(job: Job, source: Source, accelerator: Accelerator) -> Any:
 def _fine_tuned(job: Job, directory: Path, path: Path, accelerator: Accelerator) -> Source:
     """The teacher after training it on the labels, kept at ``directory`` for later runs."""
     record = {"source": _fingerprint(job)["teacher"], "data": job.training.sha256, "seed": job.recipe.seed,
-              "epochs": job.settings.teacher_epochs, "learning_rate": job.settings.learning_rate}  # fmt: skip
+              "epochs": job.settings.teacher_epochs, "learning_rate": job.schedule.learning_rate}  # fmt: skip
     made = directory / "fine_tuning.json"
     if made.exists():
         if json.loads(made.read_text("utf-8")) != record:
@@ -541,6 +544,8 @@ class _Worker:
         if finished.exists():
             return _progress(json.loads(finished.read_text("utf-8")))
         quantized = job.quantized
+        # One that is to be its original again is not to be the better for knowing the labels.
+        chosen_by = None if quantized is None or not objective.alpha else "kl"
         student = self._load(job.teacher if quantized is not None else self.initial)
         save: Callable[[Any, Path, dict[str, Tensor]], None] = save_student
         if job.settings.lora is not None:
@@ -571,8 +576,10 @@ class _Worker:
             directory=directory,
             pad_id=self.pad_id,
             make_rows=lambda module: self._rows(module, _bare(accelerator.unwrap_model(module))),
-            evaluate=lambda rows: value(job.task, self._score(rows, job.validation)),
-            better=better(job.task),
+            evaluate=lambda rows: value(
+                job.task, self._score(rows, job.validation, against_teacher=chosen_by == "kl"), chosen_by
+            ),
+            better=better(job.task, chosen_by),
             save_student=save,
             inner_loss=inner,
             vocabulary=self.vocabulary,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compressor.formats import Format, QuantizedWeight
+from compressor.formats.format import FP8_MAX
 from compressor.formats.quantize import grouped, storable
 
 # How near to the border of its rounding cell a value may begin, in steps.
@@ -38,7 +39,7 @@ class LearnedWeight:
 
     def __call__(self) -> Tensor:
         """The quantized weight [out, in], fp32, differentiable."""
-        return _Rounded.apply(self.values, self.factor, self._start, self._scale_dtype).view(self._shape)
+        return rounded(self.values, self.factor, self._start, self.format, self._scale_dtype).view(self._shape)
 
     @torch.no_grad()
     def keep_in_range(self) -> None:
@@ -52,16 +53,45 @@ class LearnedWeight:
         return QuantizedWeight(codes, storable(self._start * self.factor, self._scale_dtype), self.format)
 
 
+def rounded(
+    values: Tensor, factor: Tensor, start: Tensor, fmt: Format, scale_dtype: torch.dtype
+) -> Tensor:
+    """codes · scale, [out, groups, inputs per group], with codes = ``values`` [out, groups, inputs per group] on the
+    format's grid and scale = ``start`` · ``factor`` [out, groups] as it is stored.
+
+    Gradients: the output's times the scale for values, but nothing for one that would leave the grid further; summed
+    with the codes for factors.
+    """
+    return _Rounded.apply(values, factor, start, fmt, scale_dtype)
+
+
+def on_grid(values: Tensor, fmt: Format) -> Tensor:
+    """The nearest codes, as fp32."""
+    if fmt.kind == "fp8":
+        return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    return values.round().clamp_(fmt.qmin, fmt.qmax)
+
+
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, factor: Tensor, start: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, factor: Tensor, start: Tensor, fmt: Format, scale_dtype: torch.dtype
+    ) -> Tensor:
         scale = storable(start * factor, scale_dtype)
-        codes = values.round()
-        ctx.save_for_backward(codes, scale, start)
-        return codes * scale[..., None]
+        ctx.format = fmt
+        ctx.save_for_backward(values, scale, start)
+        return on_grid(values, fmt).mul_(scale[..., None])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        codes, scale, start = ctx.saved_tensors
-        gradient = gradient.view(codes.shape)
-        return gradient * scale[..., None], (gradient * codes).sum(-1) * start, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        values, scale, start = ctx.saved_tensors
+        fmt: Format = ctx.format
+        low, high = (-FP8_MAX, FP8_MAX) if fmt.kind == "fp8" else (fmt.qmin, fmt.qmax)
+        for_values = for_factor = None
+        if ctx.needs_input_grad[1]:
+            for_factor = (gradient * on_grid(values, fmt)).sum(-1).mul_(start)
+        if ctx.needs_input_grad[0]:
+            # A step goes against the gradient.
+            leaves = ((values >= high) & (gradient < 0)) | ((values <= low) & (gradient > 0))
+            for_values = (gradient * scale[..., None]).masked_fill_(leaves, 0.0)
+        return for_values, for_factor, None, None, None
