@@ -8,14 +8,36 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from compressor.errors import UsageError
 from compressor.formats import parse_format
 from compressor.plans import line_of
 
 Packing = Literal["auto", "concat", "rows"]
-Method = Literal["rtn", "gptq", "adaround"]
+Method = Literal["rtn", "gptq", "adaround", "auto"]
+
+
+def _minutes(value: Any) -> Any:
+    """Minutes from "90s", "10m" or "1.5h"; anything else as it is."""
+    units = {"s": 1 / 60, "m": 1.0, "h": 60.0}
+    if isinstance(value, str) and value and value[-1] in units:
+        try:
+            return float(value[:-1]) * units[value[-1]]
+        except ValueError:
+            raise ValueError(f"{value}: write a time as 90s, 10m or 1.5h") from None
+    return value
+
+
+Minutes = Annotated[float, BeforeValidator(_minutes), Field(gt=0)]
 
 
 class _Strict(BaseModel):
@@ -48,7 +70,8 @@ class QuantizeRecipe(_Strict):
 
     ``scales`` chooses between searched (mse) and absmax scales for rtn; ``damping`` is GPTQ's, relative
     to the Hessian's mean diagonal; ``min_coverage`` is the share of eligible parameters that must end up
-    quantized, below which the run fails.
+    quantized, below which the run fails. ``method: auto`` takes the best method that is estimated to fit in
+    ``time_budget`` ("10m", "90s", "1.5h", or a number of minutes).
     """
 
     scheme: str = "w4g128"
@@ -57,6 +80,7 @@ class QuantizeRecipe(_Strict):
     scales: Literal["mse", "absmax"] = "mse"
     damping: Annotated[float, Field(gt=0, le=1)] = 0.01
     adaround: AdaRoundRecipe = AdaRoundRecipe()
+    time_budget: Minutes | None = None
     ignore: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     strict: bool = False
@@ -64,6 +88,12 @@ class QuantizeRecipe(_Strict):
     engine: str | None = None
     calibration: DataRecipe = DataRecipe()
     calibration_memory: Annotated[float, Field(gt=0)] = 1.5  # GiB of activations at once
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> "QuantizeRecipe":
+        if (self.method == "auto") != (self.time_budget is not None):
+            raise ValueError("method auto and time_budget belong together")
+        return self
 
     @field_validator("scheme")
     @classmethod
@@ -155,7 +185,7 @@ class DistillRecipe(_Strict):
     ``alpha`` are 1 and 1 for language models, 3 and 0.7 for classifiers and question answering.
     ``batch_size`` examples make an optimizer step over all processes, ``micro_batch`` go through at a time.
     ``steps``, ``epochs`` or ``time_budget`` (minutes) end the training, whichever comes first.
-    An unset ``learning_rate`` is 1e-4; of a quantized student it is in steps of the grid, 3e-3 unless set.
+    An unset ``learning_rate`` is 1e-4; of a quantized student it is in steps of the grid, 0.01 unless set.
     ``teacher_epochs`` trains the teacher on the labels first, for one that has no head for the task yet.
     """
 
@@ -175,7 +205,7 @@ class DistillRecipe(_Strict):
     cache_targets: str = "topk:64"
     steps: Annotated[int, Field(ge=1)] | None = None
     epochs: Annotated[float, Field(gt=0)] | None = None
-    time_budget: Annotated[float, Field(gt=0)] | None = None
+    time_budget: Minutes | None = None
     batch_size: Annotated[int, Field(ge=1)] = 16
     micro_batch: Annotated[int, Field(ge=1)] = 8
     learning_rate: Annotated[float, Field(gt=0)] | None = None

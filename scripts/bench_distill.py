@@ -131,22 +131,23 @@ def depth(args: argparse.Namespace) -> str:
     compressor(
         "distill", args.model, "-o", student, "--student", f"derive:layers={args.layers}", "--data", args.train,
         "--test-data", args.test, "--length", 256, "--test-samples", 32, "--evaluate-samples", 8, "--time-budget", args.minutes, "--lr", args.learning_rate, "--batch-size", 4,
-        "--micro-batch", 4, "--device", "cpu", "--overwrite",
+        "--micro-batch", 4, "--dtype", args.dtype, "--device", "cpu", "--overwrite",
     )  # fmt: skip
     return table(student)
 
 
 def recover(args: argparse.Namespace) -> str:
-    start, student = args.work / "w3", args.work / "w3-recovered"
+    start = args.work / f"{args.scheme}-{args.method}"
+    student = args.work / f"{start.name}-recovered"
     if not start.exists():
         compressor(
-            "quantize", args.model, "-o", start, "--scheme", args.scheme, "--method", "gptq", "--data", args.train, "--samples",
+            "quantize", args.model, "-o", start, "--scheme", args.scheme, "--method", args.method, "--data", args.train, "--samples",
             32, "--sequence-length", 256, "--device", "cpu",
         )  # fmt: skip
     compressor(
         "distill", args.model, "-o", student, "--student", f"quantized:{start}", "--data", args.train, "--test-data", args.test,
-        "--length", 256, "--test-samples", 32, "--evaluate-samples", 8, "--time-budget", args.minutes, "--lr", args.learning_rate, "--batch-size", 4, "--micro-batch", 4,
-        "--device", "cpu", "--overwrite",
+        "--length", 256, "--test-samples", 32, "--evaluate-samples", 8, "--time-budget", args.minutes, "--batch-size", 4,
+        "--micro-batch", 4, "--dtype", args.dtype, "--device", "cpu", "--overwrite",
     )  # fmt: skip
     arms = json.loads((student / "report.json").read_text("utf-8"))["distillation"]["arms"]
     before, after = (arms[name]["metrics"]["kl"]["value"] for name in ("before", "after"))
@@ -170,7 +171,11 @@ def main() -> None:
     parser.add_argument("--teacher-epochs", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--scheme", default="w3g32")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--method", default="gptq", help="of the checkpoint to recover")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of depth")
+    parser.add_argument(
+        "--dtype", default="float32", help="bfloat16 is faster on processors that multiply it"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     runs: dict[str, Any] = {"step": step, "sst2": sst2, "depth": depth, "recover": recover}

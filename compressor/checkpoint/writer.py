@@ -53,6 +53,12 @@ def refuse_source(target: Path, source: Source) -> None:
         raise UsageError(f"{target}: the model itself is read from there: choose another output")
 
 
+def begun_with(target: Path) -> dict[str, Any]:
+    """The fingerprint of an unfinished run for ``target``; empty without one."""
+    journal = _read_journal(_partial(target.absolute()) / "journal.json")
+    return {} if journal is None else journal["fingerprint"]
+
+
 class CheckpointWriter:
     """Context manager; see the module. Use in this order: ``write_block`` for each block that is not in
     ``finished``, ``finish``, then ``publish`` or ``reject``.
@@ -64,7 +70,7 @@ class CheckpointWriter:
 
     def __init__(self, target: Path, fingerprint: dict[str, Any], overwrite: bool) -> None:
         self.target = target.absolute()
-        self.partial = self.target.with_name(f".{self.target.name}.partial")
+        self.partial = _partial(self.target)
         self.finished: dict[int, BlockRecord] = {}
         self._fingerprint = json.loads(json.dumps(fingerprint))  # as it will be read back
         self._overwrite = overwrite
@@ -264,6 +270,10 @@ def _locked(file: Path, target: Path) -> IO[bytes]:
                 return stream
         stream.close()
         file.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
 
 
 def _read_journal(file: Path) -> dict[str, Any] | None:

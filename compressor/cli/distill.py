@@ -225,8 +225,12 @@ def distill(
         ),
     ] = None,
     time_budget: Annotated[
-        float | None,
-        typer.Option(help="Minutes of training at most.", rich_help_panel=_TRAIN, show_default=False),
+        str | None,
+        typer.Option(
+            help="Training time at most: 90s, 10m, 1.5h, or a number of minutes.",
+            rich_help_panel=_TRAIN,
+            show_default=False,
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -251,7 +255,7 @@ def distill(
         typer.Option(
             "--learning-rate",
             "--lr",
-            help="Peak learning rate (1e-4; of a quantized student in steps of its grid, 3e-3).",
+            help="Peak learning rate (1e-4; of a quantized student in steps of its grid, 0.01).",
             rich_help_panel=_TRAIN,
             show_default=False,
         ),

@@ -196,7 +196,7 @@ def plan(
 
 
 def _device(name: str) -> "torch.device":
-    from compressor.pipelines.quantize import choose_device
+    from compressor.pipelines.job import choose_device
 
     return choose_device(name)
 

@@ -12,7 +12,7 @@ from compressor.console import note, out
 
 if TYPE_CHECKING:  # torch is only imported once a command runs, so that help is instant
     from compressor.pipelines.estimate import Estimate
-    from compressor.pipelines.quantize import Job
+    from compressor.pipelines.job import Job
 
 _WHAT, _HOW, _DATA, _RUN, _MODEL = "What to quantize", "Rounding", "Calibration data", "Run", "Model"
 
@@ -95,7 +95,7 @@ def quantize(
         typer.Option(
             "--method",
             "-m",
-            help="gptq (default); adaround, slower and better; or rtn, which needs no data.",
+            help="gptq (default); adaround, slower and better; rtn, which needs no data; or auto, the best within --time-budget.",
             show_default=False,
             rich_help_panel=_HOW,
         ),
@@ -118,6 +118,12 @@ def quantize(
         int | None,
         typer.Option(
             help="Steps of adaround for each block (default 100).", show_default=False, rich_help_panel=_HOW
+        ),
+    ] = None,
+    time_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="For --method auto: 90s, 10m or 1.5h of rounding.", show_default=False, rich_help_panel=_HOW
         ),
     ] = None,
     data: Annotated[
@@ -211,8 +217,8 @@ def quantize(
     Example: [bold]compressor quantize ./my-model -o ./my-model-w4 --scheme w4g64 --data notes.txt[/bold]
     """
     from compressor.checkpoint.writer import refuse_source
-    from compressor.pipelines.estimate import estimate
-    from compressor.pipelines.quantize import prepare, refuse_existing
+    from compressor.pipelines.estimate import estimate, resolve_method
+    from compressor.pipelines.job import prepare, refuse_existing
     from compressor.pipelines.quantize import quantize as run_quantize
     from compressor.recipes import build_recipe
 
@@ -232,6 +238,7 @@ def quantize(
             "quantize.scales": scales,
             "quantize.damping": damping,
             "quantize.adaround.iterations": iterations,
+            "quantize.time_budget": time_budget,
             "quantize.ignore": ignore or None,
             "quantize.include": include or None,
             "quantize.strict": strict or None,
@@ -253,6 +260,7 @@ def quantize(
         job = prepare(resolved)
         if resolved.output is not None:
             refuse_source(resolved.output, job.source)
+        job, resolved = resolve_method(job, resolved)
         _show_estimate(job, estimate(job, resolved), as_json)
         return
     result = run_quantize(resolved, resolved.output, overwrite=overwrite)

@@ -131,7 +131,7 @@ def scan_sensitivity(
 
     Example: [bold]compressor scan-sensitivity ./my-model -f w4g64,w4g32,w8 --engine vllm-cuda --data notes.txt[/bold]
     """
-    from compressor.pipelines.quantize import choose_device
+    from compressor.pipelines.job import choose_device
     from compressor.planning.write import check_target
     from compressor.rounding.unit import Method
     from compressor.sensitivity.estimate import estimate

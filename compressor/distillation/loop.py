@@ -267,7 +267,7 @@ def make_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimize
         import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(groups, lr=training.learning_rate)
-    return torch.optim.AdamW(groups, lr=training.learning_rate)
+    return torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
 
 
 def decoder_start(model: Any) -> int:

@@ -29,12 +29,13 @@ from compressor.rounding.learned import on_grid, rounded
 from compressor.sources.model import Source
 from compressor.sources.tensors import INDEX, index_directory, read_tensor
 
-QUANTIZED_LEARNING_RATE = 3e-3
+QUANTIZED_LEARNING_RATE = 1e-2
 """Of values, in steps of the grid; scales move a tenth of it, relative to where they begin."""
 _SCALE_SHARE = 0.1
 
-# How near to the border of its rounding cell a weight may begin, in steps.
-_INSIDE = 0.499
+# How near to the border of its rounding cell a weight may begin, in steps. GPTQ leaves many beyond it: all put at
+# the border, the first optimizer steps would carry them over together and ruin the model.
+_INSIDE = 0.4
 
 
 class FakeQuantized(nn.Module):
@@ -93,7 +94,7 @@ def make_trainable(model: Any, student: QuantizedStudent) -> Any:
     """Turn ``model``, the original, into the quantized one in place, with the quantized weights to train.
 
     Its masters are the original's weights, moved into the rounding cells of the stored codes: at first the
-    model computes exactly what the checkpoint does, and a weight that was rounded far is near the border.
+    model computes exactly what the checkpoint does, and a weight that was rounded far is nearer to the border.
     """
     model.requires_grad_(False)
     modules = dict(model.named_modules())

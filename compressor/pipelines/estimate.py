@@ -1,11 +1,13 @@
 """What a quantization will take: memory, disk and time, from shapes and one timed matrix product."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from compressor.pipelines.quantize import Job, estimated_disk_bytes
+from compressor.console import note
+from compressor.pipelines.job import Job, estimated_disk_bytes
 from compressor.recipes import Recipe
 
 _RUNTIME_BYTES = 600e6  # Python, torch and transformers themselves
@@ -22,8 +24,8 @@ class Estimate:
     seconds: float
 
 
-def estimate(job: Job, recipe: Recipe) -> Estimate:
-    """Estimate without reading weights.
+def estimate(job: Job, recipe: Recipe, speed: float | None = None) -> Estimate:
+    """Estimate without reading weights; ``speed`` in operations per second is measured unless given.
 
     Work is counted as the products of a block's forward pass (once when all calibration sequences fit in
     one batch, otherwise about 2.5 times, for the replays), Σ x xᵀ per unit, the O(in³) factorization
@@ -35,7 +37,8 @@ def estimate(job: Job, recipe: Recipe) -> Estimate:
         formats[assignment.format] = (count + 1, size + (assignment.bytes or 0))
     skipped = {n: a.reason or "kept" for n, a in job.plan.kept().items()}
 
-    tokens = 0 if job.tokens is None else job.tokens.input_ids.numel()
+    calibrated = job.tokens is not None and recipe.quantize.method != "rtn"
+    tokens = job.tokens.input_ids.numel() if calibrated and job.tokens is not None else 0
     item = job.compute_dtype.itemsize
     block = max(sum(u.numel for u in job.graph.units_of(i)) for i in range(len(job.graph.blocks)))
     widest = max(max(layer.in_features, layer.out_features) for layer in job.graph.layers)
@@ -61,8 +64,52 @@ def estimate(job: Job, recipe: Recipe) -> Estimate:
         )  # values, gradients, moments, codes; inputs and targets
     search = 25 * 8 * sum(unit.numel for unit in job.graph.units)  # the scale search, element-wise
     return Estimate(
-        formats, skipped, int(memory), estimated_disk_bytes(job), 1.3 * work / _speed(job) + search / 1e9
+        formats,
+        skipped,
+        int(memory),
+        estimated_disk_bytes(job),
+        1.3 * work / (speed or _speed(job)) + search / 1e9,
     )
+
+
+_ITERATIONS = (400, 200, 100, 50, 25)  # choices of auto
+
+
+def resolve_method(job: Job, recipe: Recipe, begun: dict[str, Any] | None = None) -> tuple[Job, Recipe]:
+    """Put a method in the place of ``auto``: of adaround with fewer and fewer iterations, gptq and rtn the first that is
+    estimated to fit in the time budget, or rtn.
+
+    Speeds vary from run to run, so one that was ``begun`` (with these settings) keeps what it chose.
+    """
+    settings = recipe.quantize
+    if settings.method != "auto":
+        return job, recipe
+    assert settings.time_budget is not None
+    choices = [
+        settings.model_copy(
+            update={"method": "adaround", "adaround": settings.adaround.model_copy(update={"iterations": n})}
+        )
+        for n in _ITERATIONS
+    ] + [settings.model_copy(update={"method": method}) for method in ("gptq", "rtn")]
+    speed = _speed(job)
+    costs = [estimate(job, recipe.model_copy(update={"quantize": c}), speed).seconds for c in choices]
+    fits = (i for i, cost in enumerate(costs) if cost <= 60 * settings.time_budget)
+    at = next(fits, len(choices) - 1)
+    for number, choice in enumerate(choices):
+        if begun and all(
+            begun.get(k) == v
+            for k, v in choice.model_dump(mode="json", include={"method", "adaround"}).items()
+        ):
+            at = number
+    chosen = choices[at]
+    detail = f" with {chosen.adaround.iterations} iterations" if chosen.method == "adaround" else ""
+    note(
+        f"auto: {chosen.method}{detail}, about {costs[at] / 60:.1f} of {settings.time_budget:g} minutes; "
+        f"gptq about {costs[-2] / 60:.1f}"
+    )
+    if chosen.method == "rtn":
+        job = replace(job, tokens=None)
+    return job, recipe.model_copy(update={"quantize": chosen})
 
 
 def _speed(job: Job) -> float:

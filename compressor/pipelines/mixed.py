@@ -4,7 +4,7 @@ from pathlib import Path
 
 from compressor.console import note
 from compressor.errors import UsageError
-from compressor.pipelines.quantize import choose_device
+from compressor.pipelines.job import choose_device
 from compressor.planning.make import PlanSettings, make_plan
 from compressor.planning.measure import MeasureSettings
 from compressor.planning.write import plan_yaml, write_plan

@@ -19,139 +19,40 @@ from compressor import __version__
 from compressor.calibration.block import calibrate_block
 from compressor.calibration.stream import Stream, advance, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
-from compressor.checkpoint.coverage import coverage
-from compressor.checkpoint.serve import engine_interpreter
-from compressor.checkpoint.sidecar import CoverageFacts
 from compressor.checkpoint.verify import Check, verify
-from compressor.checkpoint.writer import CheckpointWriter, refuse_source
+from compressor.checkpoint.writer import CheckpointWriter, begun_with, refuse_source
 from compressor.console import note, steps, warn
-from compressor.engines import check as check_engine
-from compressor.errors import InputRefused, MachineLimit, UsageError, VerificationFailed
-from compressor.formats import Format, QuantizedWeight, parse_format
-from compressor.graph import (
-    Linear,
-    ModelGraph,
-    Skeleton,
-    Unit,
-    build_skeleton,
-    discover,
-    load,
-    set_weight,
-    unload,
-)
-from compressor.graph.assign import uniform_plan
-from compressor.planning.check import check_plan
-from compressor.plans import Plan, read_plan
+from compressor.errors import UsageError, VerificationFailed
+from compressor.formats import QuantizedWeight
+from compressor.graph import Linear, Unit, load, set_weight, unload
+from compressor.pipelines.estimate import resolve_method
+from compressor.pipelines.job import Job, estimated_disk_bytes, prepare, refuse_existing
 from compressor.recipes import QuantizeRecipe, Recipe
 from compressor.rounding.learned import LearnedWeight
 from compressor.rounding.reconstruct import Reconstruction, ReconstructSettings, reconstruct_block
 from compressor.rounding.unit import round_unit
-from compressor.sources.model import Source, load_tokenizer, open_model
 from compressor.sources.tensors import check_finite, file_sha256
-from compressor.sources.text import Rows, TokenSet, read_rows, tokenize
 
 _PROBE_TOKENS = 32
 _PROBE_POSITIONS = 8
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that is known before the first block is read. ``tokens`` is None for rtn."""
-
-    source: Source
-    skeleton: Skeleton
-    graph: ModelGraph
-    plan: Plan
-    tokens: TokenSet | None
-    device: torch.device
-    compute_dtype: torch.dtype
-    coverage: CoverageFacts
-    warnings: tuple[str, ...]
-
-    def format_of(self, name: str) -> Format:
-        return parse_format(self.plan.layers[name].format)
-
-
-@dataclass(frozen=True)
 class Quantized:
-    """The published checkpoint: where, what each layer's rounding cost, and the checks it passed.
+    """The published checkpoint: where, how, what each layer's rounding cost, and the checks it passed.
 
     ``peak_memory`` is this process's peak resident memory in bytes until the checkpoint was written (the
     verification that follows loads whole models).
     """
 
     path: Path
+    settings: QuantizeRecipe
     job: Job
     sidecar: dict[str, Any]
     records: list[dict[str, Any]]
     checks: list[Check]
     peak_memory: int
     seconds: float
-
-
-def prepare(recipe: Recipe) -> Job:
-    """Every check that needs no forward pass; reads no weights beyond their headers.
-
-    Raises InputRefused, UsageError or MachineLimit, each naming what is at fault.
-    """
-    settings = recipe.quantize
-    if recipe.verify.engine == "vllm":
-        engine_interpreter(recipe.verify.engine_python)
-    rows: Rows | None = None
-    if settings.method != "rtn":
-        data = settings.calibration
-        rows = read_rows(data.data, column=data.column, split=data.split)
-    source = open_model(
-        recipe.model,
-        revision=recipe.revision,
-        trust_remote_code=recipe.trust_remote_code,
-        allow_pickle=recipe.allow_pickle,
-    )
-    skeleton = build_skeleton(source)
-    graph = discover(skeleton)
-    if settings.plan is not None:
-        plan = check_plan(settings.plan, read_plan(settings.plan), graph, settings.engine)
-    else:
-        plan = uniform_plan(
-            skeleton,
-            graph,
-            parse_format(settings.scheme),
-            ignore=settings.ignore,
-            include=settings.include,
-            strict=settings.strict,
-        )
-    if not plan.quantized():
-        raise UsageError(
-            f"{recipe.model}: the plan quantizes no layer: change the scheme, the plan or --ignore"
-        )
-    _check_engine(settings, graph, plan)
-
-    covered = coverage(skeleton, graph, plan.quantized(), {n: a.reason for n, a in plan.kept().items()})
-    if covered.ratio < settings.min_coverage:
-        left = next(iter(covered.uncovered.items()), ("nothing", ""))
-        raise VerificationFailed(
-            f"{recipe.model}: only {100 * covered.ratio:.1f} % of the eligible parameters would be quantized, and "
-            f"min_coverage is {100 * settings.min_coverage:g} %: first left out is {left[0]} ({left[1]})"
-        )
-
-    warnings = _fallbacks(plan)
-    tokens = None
-    if rows is not None:
-        tokens = tokenize(
-            rows,
-            load_tokenizer(source),
-            samples=settings.calibration.samples,
-            sequence_length=settings.calibration.sequence_length,
-            packing=settings.calibration.packing,
-            pick="spread",
-            seed=recipe.seed,
-        )
-        warnings += tokens.report.warnings
-        _check_length(skeleton, tokens)
-    device = choose_device(recipe.device)
-    # Half precision is slow on CPUs without matrix units and adds error everywhere: use it on GPUs only.
-    compute_dtype = torch.float32 if device.type == "cpu" else skeleton.dtype
-    return Job(source, skeleton, graph, plan, tokens, device, compute_dtype, covered, tuple(warnings))
 
 
 def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) -> Quantized:
@@ -162,6 +63,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
     refuse_existing(target, overwrite)
     job = prepare(recipe)
     refuse_source(target, job.source)
+    job, recipe = resolve_method(job, recipe, begun=begun_with(target).get("settings"))
     for message in job.warnings:
         warn(message)
     with steps("checking source weights", len(job.source.weight_files)) as progress:
@@ -196,7 +98,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
                 f"({len(failed)} of {len(checks)} checks failed; the rejected files are in {rejected})"
             )
         writer.publish()
-    return Quantized(target, job, sidecar, records, checks, peak, time.monotonic() - start)
+    return Quantized(target, recipe.quantize, job, sidecar, records, checks, peak, time.monotonic() - start)
 
 
 def _round_blocks(
@@ -488,76 +390,6 @@ def _fingerprint(recipe: Recipe, job: Job, files: dict[str, str]) -> dict[str, A
     }
 
 
-def estimated_disk_bytes(job: Job) -> int:
-    """Bytes on disk at the peak: the block files and the final shards exist side by side for a moment."""
-    replaced = {f"{name}.weight": a for name, a in job.plan.quantized().items()}
-    blocks = sum(a.bytes or 0 for a in replaced.values())
-    rest = sum(e.nbytes for n, e in job.skeleton.stored.items() if n not in replaced)
-    rest += sum(job.source.tensors[name].nbytes for name in job.skeleton.unused)
-    others = sum(
-        f.stat().st_size for f in job.source.path.iterdir() if f.suffix == ".json" or f.suffix == ".model"
-    )
-    return 2 * blocks + rest + others + 2**20
-
-
-def _check_engine(settings: QuantizeRecipe, graph: ModelGraph, plan: Plan) -> None:
-    if settings.engine is None:
-        return
-    problems = []
-    layers = {layer.name: layer for layer in graph.layers}
-    for name, assignment in plan.quantized().items():
-        if name in layers:
-            problems += check_engine(settings.engine, [layers[name]], parse_format(assignment.format))
-    if problems:
-        first = problems[0]
-        offer = f"; use {first.nearest}" if first.nearest else ""
-        raise InputRefused(
-            f"{settings.engine} cannot load {len(problems)} of the planned layers, first {first.layer}: {first.reason}{offer}"
-        )
-
-
-def _check_length(skeleton: Skeleton, tokens: TokenSet) -> None:
-    limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-    length = tokens.input_ids.shape[1]
-    if limit is not None and length > limit:
-        raise UsageError(
-            f"calibration.sequence_length {length} is longer than the model's max_position_embeddings {limit}"
-        )
-
-
-def _fallbacks(plan: Plan) -> list[str]:
-    """One line for each kind of layer whose format is not the one that was asked for."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, assignment in plan.layers.items():
-        if assignment.reason and (parse_format(assignment.format).quantized or "divide" in assignment.reason):
-            alike.setdefault((assignment.reason, assignment.format), []).append(name)
-    return [
-        f"{reason}: {len(names)} such layers get {fmt} (first {names[0]})"
-        for (reason, fmt), names in alike.items()
-    ]
-
-
 def _peak_memory() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
-
-
-def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raise UsageError when ``target`` is taken and may not be replaced."""
-    if target.exists() and not overwrite:
-        raise UsageError(f"{target}: already exists: choose another output or pass --overwrite")
-
-
-def choose_device(name: str) -> torch.device:
-    """``auto`` is the first GPU if there is one, else the CPU. Raises UsageError or MachineLimit."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"--device {name}: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise MachineLimit(
-            f"--device {name}: this machine shows torch {torch.cuda.device_count()} CUDA devices"
-        )
-    return device

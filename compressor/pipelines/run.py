@@ -20,9 +20,10 @@ from compressor.evaluation.prepare import Settings
 from compressor.evaluation.prepare import prepare as prepare_evaluation
 from compressor.evaluation.run import evaluate_checkpoint
 from compressor.pipelines.distill import run_distill
+from compressor.pipelines.job import Job, prepare
 from compressor.pipelines.mixed import with_plan
 from compressor.pipelines.provenance import tool_section
-from compressor.pipelines.quantize import Job, Quantized, prepare, quantize
+from compressor.pipelines.quantize import Quantized, quantize
 from compressor.recipes import EvaluateRecipe, Recipe
 from compressor.reports.schema import (
     Check,
@@ -175,13 +176,13 @@ def _facts(recipe: Recipe, done: Quantized) -> dict[str, Any]:
             "eligible_parameters": coverage["eligible_parameters"],
             "fraction": coverage["ratio"],
         },
-        "quantization": _quantization(recipe, done).model_dump(mode="json"),
+        "quantization": _quantization(done).model_dump(mode="json"),
         "verification": _verification(done.checks).model_dump(mode="json"),
     }
 
 
-def _quantization(recipe: Recipe, done: Quantized) -> Quantization:
-    job, settings = done.job, recipe.quantize
+def _quantization(done: Quantized) -> Quantization:
+    job, settings = done.job, done.settings
     return Quantization(
         scheme=settings.scheme if settings.plan is None else f"plan {settings.plan}",
         method=settings.method,

@@ -39,7 +39,9 @@ class LearnedWeight:
 
     def __call__(self) -> Tensor:
         """The quantized weight [out, in], fp32, differentiable."""
-        return rounded(self.values, self.factor, self._start, self.format, self._scale_dtype).view(self._shape)
+        return rounded(self.values, self.factor, self._start, self.format, self._scale_dtype).view(
+            self._shape
+        )
 
     @torch.no_grad()
     def keep_in_range(self) -> None:
@@ -53,9 +55,7 @@ class LearnedWeight:
         return QuantizedWeight(codes, storable(self._start * self.factor, self._scale_dtype), self.format)
 
 
-def rounded(
-    values: Tensor, factor: Tensor, start: Tensor, fmt: Format, scale_dtype: torch.dtype
-) -> Tensor:
+def rounded(values: Tensor, factor: Tensor, start: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
     """codes · scale, [out, groups, inputs per group], with codes = ``values`` [out, groups, inputs per group] on the
     format's grid and scale = ``start`` · ``factor`` [out, groups] as it is stored.
 
