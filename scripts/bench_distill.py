@@ -3,7 +3,7 @@
     python scripts/bench_distill.py step    --model SMOLLM2
     python scripts/bench_distill.py sst2    --model MINILM  --data DIRECTORY
     python scripts/bench_distill.py depth   --model SMOLLM2 --train TEXT --test TEXT --minutes 20
-    python scripts/bench_distill.py recover --model SMOLLM2 --train TEXT --test TEXT --minutes 10
+    python scripts/bench_distill.py recover --model SMOLLM2 --train TEXT --test TEXT --minutes 10 --method rtn
 
 ``step``: memory and speed of one distillation step. ``sst2``: a fine-tuned teacher, a 3-layer student, INT8 on
 top. ``depth``: 20 of 30 layers. ``recover``: a 3-bit checkpoint and its recovery. Each appends to --output.

@@ -52,7 +52,11 @@ def test_its_gradient_is_straight_through_and_that_of_lsq() -> None:
     at = grouped(upstream, start.format)
     assert learned.values.grad is not None
     assert learned.factor.grad is not None
-    torch.testing.assert_close(learned.values.grad, at * scale)
+    leaves = (learned.values >= 3) & (at < 0) | (learned.values <= -4) & (
+        at > 0
+    )  # a step that way would leave the grid
+    assert leaves.any()
+    torch.testing.assert_close(learned.values.grad, (at * scale).masked_fill(leaves, 0))
     expected = (at * grouped(start.codes.float(), start.format)).sum(-1) * start.scale
     torch.testing.assert_close(learned.factor.grad, expected)
 

@@ -106,6 +106,13 @@ class Distilled:
         return found
 
 
+def chosen_by(task: TaskName, settings: DistillRecipe, objective: Objective) -> str:
+    """The metric by which the best student is chosen: the task's, or for one that is to be its original again, where
+    knowing the labels better is no merit, the divergence from it."""
+    recovered = (settings.student or "").startswith("quantized:") and objective.alpha > 0
+    return "kl" if recovered else primary(task)
+
+
 def report_section(distilled: Distilled, settings: DistillRecipe) -> Distillation:
     """The section of the report, with the gates that ``settings`` ask for."""
     name = primary(distilled.task)
@@ -124,6 +131,7 @@ def report_section(distilled: Distilled, settings: DistillRecipe) -> Distillatio
         best_step=distilled.progress.best_step,
         rows=distilled.progress.rows,
         training_seconds=distilled.progress.seconds,
+        curve_metric=chosen_by(distilled.task, settings, distilled.objective),
         curve=_curve(distilled.progress),
         control_curve=[] if distilled.control is None else _curve(distilled.control),
         data={

@@ -48,7 +48,7 @@ from compressor.distillation.quantized import (
     open_quantized,
     save_quantized,
 )
-from compressor.distillation.result import Arm, Distilled, report_section
+from compressor.distillation.result import Arm, Distilled, chosen_by, report_section
 from compressor.distillation.tasks import (
     LANGUAGE_MODELS,
     TASKS,
@@ -544,8 +544,7 @@ class _Worker:
         if finished.exists():
             return _progress(json.loads(finished.read_text("utf-8")))
         quantized = job.quantized
-        # One that is to be its original again is not to be the better for knowing the labels.
-        chosen_by = None if quantized is None or not objective.alpha else "kl"
+        by = chosen_by(job.task, job.settings, objective)
         student = self._load(job.teacher if quantized is not None else self.initial)
         save: Callable[[Any, Path, dict[str, Tensor]], None] = save_student
         if job.settings.lora is not None:
@@ -577,9 +576,9 @@ class _Worker:
             pad_id=self.pad_id,
             make_rows=lambda module: self._rows(module, _bare(accelerator.unwrap_model(module))),
             evaluate=lambda rows: value(
-                job.task, self._score(rows, job.validation, against_teacher=chosen_by == "kl"), chosen_by
+                job.task, self._score(rows, job.validation, against_teacher=by == "kl"), by
             ),
-            better=better(job.task, chosen_by),
+            better=better(job.task, by),
             save_student=save,
             inner_loss=inner,
             vocabulary=self.vocabulary,

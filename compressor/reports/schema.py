@@ -262,7 +262,8 @@ class Distillation(Section):
     ``arms``: ``teacher``, ``before`` and ``after`` training, and ``control``, the same student after as many steps
     on the labels alone. ``retention`` is the student's ``metric`` ÷ the teacher's (inverted where less is
     better), ``recovery`` the share of what deriving had cost that came back (of log perplexity, for
-    perplexity), ``gain_over_control`` in the metric's unit, positive when better.
+    perplexity), ``gain_over_control`` in the metric's unit, positive when better. ``curve`` is in ``curve_metric``, by
+    which the best student was chosen.
     """
 
     task: str
@@ -278,6 +279,7 @@ class Distillation(Section):
     best_step: int
     rows: int
     training_seconds: FiniteFloat
+    curve_metric: str
     curve: list[DistillationPoint]
     control_curve: list[DistillationPoint] = Field(default_factory=list)
     data: dict[str, DistillationData]
