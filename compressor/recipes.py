@@ -160,7 +160,8 @@ class DistillDataRecipe(_Strict):
     without them a part of the training data is held out for both.
 
     ``columns`` maps a role of the task (text, label, prompt, …) to a column; ``header`` names the columns of a
-    file without header line. ``length`` is in tokens, ``samples`` in examples.
+    file without header line. ``length`` is in tokens, ``samples`` in examples. ``augment`` variants of each training
+    example are made for the teacher to answer (classification); an epoch passes over them too.
     """
 
     train: str = "builtin:train"
@@ -175,6 +176,7 @@ class DistillDataRecipe(_Strict):
     evaluate_samples: Annotated[int, Field(ge=1)] = 500
     test_samples: Annotated[int, Field(ge=1)] = 10_000
     length: Annotated[int, Field(ge=8)] = 256
+    augment: Annotated[int, Field(ge=0)] = 0
 
 
 class DistillRecipe(_Strict):

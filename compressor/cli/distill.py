@@ -137,6 +137,15 @@ def distill(
             min=8, help="Tokens of an example at most (256).", rich_help_panel=_DATA, show_default=False
         ),
     ] = None,
+    augment: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Variants of each training example that only the teacher answers, for classification (0).",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = None,
     divergence: Annotated[
         str | None,
         typer.Option(
@@ -399,7 +408,7 @@ def distill(
         "dropout": dropout or None, "save_every": save_every, "metrics": metric or None, "track": track, "control": control or None,
         "min_retention": min_retention, "beat_control": beat_control or None,
         "data.train": data, "data.evaluate": evaluate_data, "data.test": test_data, "data.samples": samples,
-        "data.length": length, "data.evaluate_samples": evaluate_samples, "data.test_samples": test_samples, "data.header": None if header is None else header.split(","),
+        "data.length": length, "data.augment": augment, "data.evaluate_samples": evaluate_samples, "data.test_samples": test_samples, "data.header": None if header is None else header.split(","),
     }  # fmt: skip
     for option, pairs, allowed in (("split", split, ("train", "evaluate", "test")), ("column", column, None)):
         for pair in pairs or []:

@@ -222,12 +222,13 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """T² · divergence and cross-entropy, summed over the chunk, and the objective's gradient at ``logits``.
 
-    Cross-entropy: ∂/∂z = p − 1[label]. Forward KL at T: T² · ∂/∂z = T (p_s − p_t). The other divergences
+    Rows with a negative label have no cross-entropy. Otherwise: ∂/∂z = p − 1[label]. Forward KL at T: T² · ∂/∂z = T (p_s − p_t). The other divergences
     are differentiated by autograd within the chunk.
     """
     temperature, alpha = objective.temperature, objective.alpha
     plain = F.log_softmax(logits, dim=-1)
-    ce = -plain.gather(-1, labels[:, None]).sum()
+    known, at_label = (labels >= 0)[:, None], labels.clamp(min=0)[:, None]
+    ce = -(plain.gather(-1, at_label) * known).sum()
     student = plain if temperature == 1.0 else F.log_softmax(logits / temperature, dim=-1)
     gradient: Tensor | None = None
     kd = torch.zeros_like(ce)
@@ -252,8 +253,9 @@ def _loss_and_gradient(
             gradient = upstream.mul_(alpha / temperature)
     if needs and alpha != 1.0:
         at_ce = plain.exp_()
-        at_ce.scatter_add_(-1, labels[:, None], at_ce.new_full((len(labels), 1), -1.0))
-        gradient = at_ce.mul_(1 - alpha) if gradient is None else gradient.add_(at_ce, alpha=1 - alpha)
+        at_ce.scatter_add_(-1, at_label, at_ce.new_full((len(labels), 1), -1.0))
+        weight = (1 - alpha) * known
+        gradient = at_ce.mul_(weight) if gradient is None else gradient.addcmul_(at_ce, weight)
     if needs and gradient is None:
         gradient = torch.zeros_like(logits)
     return kd, ce, gradient

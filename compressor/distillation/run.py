@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from compressor.console import note
 from compressor.distillation.align import class_names, class_order, shared_vocabulary
+from compressor.distillation.augment import augmented
 from compressor.distillation.cache import (
     CachedTeacher,
     Identity,
@@ -83,6 +84,7 @@ class Job:
     request: Request | None
     quantized: QuantizedStudent | None
     training: Examples
+    labelled: Examples  # of the training examples
     validation: Examples
     test: Examples
     objective: Objective
@@ -133,7 +135,8 @@ def prepare(recipe: Recipe, output: Path | None, *, overwrite: bool) -> Job:
 
     tokenizer = load_tokenizer(teacher)
     known = None if settings.teacher_epochs else _classes(teacher, task)
-    training, validation, test, warnings = _data(settings, task, tokenizer, known, recipe.seed)
+    labelled, validation, test, warnings = _data(settings, task, tokenizer, known, recipe.seed)
+    training = _augmented(settings, task, labelled, tokenizer, recipe.seed)
     objective = _objective(settings, task)
     if settings.control and objective.alpha == 0:
         raise UsageError("--control is the student trained without a teacher, which --alpha 0 is already")
@@ -148,7 +151,7 @@ def prepare(recipe: Recipe, output: Path | None, *, overwrite: bool) -> Job:
             "--hidden and --relations are for models with one stack of layers, not encoder-decoders"
         )
     return Job(
-        recipe, settings, task, teacher, student, request, quantized, training, validation, test, objective,
+        recipe, settings, task, teacher, student, request, quantized, training, labelled, validation, test, objective,
         _schedule(settings, task, len(training), quantized=quantized is not None, seed=recipe.seed), device, load_metrics(settings.metrics), tuple(warnings),
     )  # fmt: skip
 
@@ -366,6 +369,18 @@ def _cached(job: Job, source: Source, rows: RowModel, vocabulary: int | None) ->
     return teacher
 
 
+def _augmented(
+    settings: DistillRecipe, task: TaskName, examples: Examples, tokenizer: Any, seed: int
+) -> Examples:
+    if not settings.data.augment:
+        return examples
+    if task != "classification":
+        raise UsageError(f"--augment makes variants for classification, not for {task}")
+    return augmented(
+        examples, settings.data.augment, special_ids=frozenset(tokenizer.all_special_ids), mask_id=tokenizer.mask_token_id, seed=seed
+    )  # fmt: skip
+
+
 def _fingerprint(job: Job) -> dict[str, Any]:
     settings = job.settings.model_dump(
         mode="json", exclude={"save_every", "cache", "track", "metrics", "min_retention", "beat_control"}
@@ -411,7 +426,7 @@ def _load_teacher(job: Job, source: Source, accelerator: Accelerator) -> Any:
 
 def _fine_tuned(job: Job, directory: Path, path: Path, accelerator: Accelerator) -> Source:
     """The teacher after training it on the labels, kept at ``directory`` for later runs."""
-    record = {"source": _fingerprint(job)["teacher"], "data": job.training.sha256, "seed": job.recipe.seed,
+    record = {"source": _fingerprint(job)["teacher"], "data": job.labelled.sha256, "seed": job.recipe.seed,
               "epochs": job.settings.teacher_epochs, "learning_rate": job.schedule.learning_rate}  # fmt: skip
     made = directory / "fine_tuning.json"
     if made.exists():
@@ -425,10 +440,10 @@ def _fine_tuned(job: Job, directory: Path, path: Path, accelerator: Accelerator)
         job.teacher, job.task, device=str(accelerator.device), classes=job.training.classes, new_head=True, seed=job.recipe.seed
     )  # fmt: skip
     tokenizer = load_tokenizer(job.teacher)
-    steps = max(1, math.ceil(job.settings.teacher_epochs * len(job.training) / job.settings.batch_size))
+    steps = max(1, math.ceil(job.settings.teacher_epochs * len(job.labelled) / job.settings.batch_size))
     schedule = replace(job.schedule, steps=steps, seconds=None, save_every=None, dropout=True)
     train(
-        model, None, job.training, Objective(alpha=0.0), schedule,
+        model, None, job.labelled, Objective(alpha=0.0), schedule,
         accelerator=accelerator, directory=path / "teacher", pad_id=tokenizer.pad_token_id or 0,
         make_rows=lambda module: RowModel(module, model, job.task, fused=False),
         evaluate=lambda rows: value(job.task, score(rows, job.validation, pad_id=tokenizer.pad_token_id or 0, batch_size=32)),
@@ -568,7 +583,7 @@ class _Worker:
         progress = train(
             student,
             self.teacher if objective.alpha else None,
-            job.training,
+            job.training if objective.alpha else job.labelled,
             objective,
             schedule,
             accelerator=accelerator,

@@ -42,7 +42,7 @@ class Example:
 
     ``labels``: of language models and tagging, one id a position of the input (of the target for
     seq2seq), IGNORED where nothing is supervised, already shifted for causal models (the label at t is the
-    token at t + 1); of classifiers, one class, or a value for each label; of question answering the
+    token at t + 1); of classifiers, one class (IGNORED where only the teacher answers), or a value for each label; of question answering the
     start and end position. ``answerable`` marks the positions an answer may have. ``reference`` is what
     metrics compare with. ``key`` hashes all that the teacher sees.
     """
@@ -88,6 +88,11 @@ class Examples:
         """Some of the examples, as a data set of its own."""
         items = tuple(self.items[i] for i in indices)
         return Examples(self.task, items, self.classes, source, self.truncated, _digest(items))
+
+    def extended(self, more: Sequence[Example]) -> "Examples":
+        """These and ``more``."""
+        items = (*self.items, *more)
+        return Examples(self.task, items, self.classes, self.source, self.truncated, _digest(items))
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ def _running_text(task: TaskName, spec: DataSpec, tokenizer: Any, seed: int) -> 
     for index, (row, mask) in enumerate(zip(tokens.input_ids, tokens.attention_mask, strict=True)):
         ids = row[mask].tolist()
         if task == "causal-lm":
-            items.append(_example({"input_ids": ids}, [*ids[1:], IGNORED]))
+            items.append(example_of({"input_ids": ids}, [*ids[1:], IGNORED]))
         else:
             items.append(_masked(ids, tokenizer, np.random.default_rng([seed, index])))
     items = [item for item in items if item.rows(task)]
@@ -263,7 +268,7 @@ def _masked(ids: list[int], tokenizer: Any, rng: np.random.Generator) -> Example
             shown[at] = tokenizer.mask_token_id
         elif draw < 0.9:
             shown[at] = int(rng.integers(len(tokenizer)))
-    return _example({"input_ids": shown}, labels)
+    return example_of({"input_ids": shown}, labels)
 
 
 def _completions(reader: _Reader, tokenizer: Any) -> list[Example]:
@@ -279,7 +284,7 @@ def _completions(reader: _Reader, tokenizer: Any) -> list[Example]:
         reader.truncated += len(ids) < len(start) + len(answer)
         # The last token of the prompt predicts the first of the completion.
         labels = [ids[t + 1] if t + 1 >= len(start) else IGNORED for t in range(len(ids) - 1)]
-        items.append(_example({"input_ids": ids}, [*labels, IGNORED]))
+        items.append(example_of({"input_ids": ids}, [*labels, IGNORED]))
     return items
 
 
@@ -291,7 +296,7 @@ def _pairs(reader: _Reader, tokenizer: Any) -> list[Example]:
     for source, target in zip(sources, targets, strict=True):
         inputs = tokenizer(str(source), truncation=True, max_length=length)["input_ids"]
         labels = tokenizer(text_target=str(target), truncation=True, max_length=length)["input_ids"]
-        items.append(_example({"input_ids": inputs}, labels, reference=str(target)))
+        items.append(example_of({"input_ids": inputs}, labels, reference=str(target)))
     return items
 
 
@@ -321,7 +326,7 @@ def _sentences(
         full = tokenizer(str(text), pair, truncation=True, max_length=reader.spec.length)
         reader.truncated += len(full["input_ids"]) == reader.spec.length
         inputs = {k: list(full[k]) for k in ("input_ids", "token_type_ids") if k in full}
-        items.append(_example(inputs, label, reference=label))
+        items.append(example_of(inputs, label, reference=label))
     return items, names
 
 
@@ -382,7 +387,7 @@ def _tagged(
         reader.truncated += previous is not None and max(
             w for w in full.word_ids() if w is not None
         ) + 1 < len(words)
-        items.append(_example({"input_ids": list(full["input_ids"])}, labels))
+        items.append(example_of({"input_ids": list(full["input_ids"])}, labels))
     return items, names
 
 
@@ -419,17 +424,18 @@ def _questions(reader: _Reader, tokenizer: Any) -> list[Example]:
                 "question": number, "answers": texts, "context": str(context), "cls": cls,
                 "offsets": [o if on else None for o, on in zip(offsets, inside, strict=True)],
             }  # fmt: skip
-            items.append(_example(inputs, span, answerable=answerable, reference=reference))
+            items.append(example_of(inputs, span, answerable=answerable, reference=reference))
     return items
 
 
-def _example(
+def example_of(
     inputs: dict[str, list[int]],
     labels: list[Any],
     *,
     answerable: list[bool] | None = None,
     reference: Any = None,
 ) -> Example:
+    """An example with its key."""
     digest = hashlib.sha256(repr((sorted(inputs.items()), labels, answerable)).encode())
     return Example(inputs, labels, digest.hexdigest()[:32], answerable, reference)
 
