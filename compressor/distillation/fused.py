@@ -222,8 +222,8 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """T² · divergence and cross-entropy, summed over the chunk, and the objective's gradient at ``logits``.
 
-    Rows with a negative label have no cross-entropy. Otherwise: ∂/∂z = p − 1[label]. Forward KL at T: T² · ∂/∂z = T (p_s − p_t). The other divergences
-    are differentiated by autograd within the chunk.
+    Cross-entropy: ∂/∂z = p − 1[label], nothing for rows with a negative label. Forward KL at T: T² · ∂/∂z =
+    T (p_s − p_t). The other divergences are differentiated by autograd within the chunk.
     """
     temperature, alpha = objective.temperature, objective.alpha
     plain = F.log_softmax(logits, dim=-1)

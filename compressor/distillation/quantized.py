@@ -24,8 +24,14 @@ from compressor.checkpoint.sidecar import SIDECAR, read_sidecar
 from compressor.checkpoint.verify import verify
 from compressor.errors import InputRefused, VerificationFailed
 from compressor.formats import Format
-from compressor.formats.quantize import QuantizedWeight, fake_quantize_activations, grouped, storable
-from compressor.rounding.learned import on_grid, rounded
+from compressor.formats.quantize import (
+    QuantizedWeight,
+    fake_quantize_activations,
+    grouped,
+    on_grid,
+    storable,
+)
+from compressor.rounding.learned import inside_cells, rounded
 from compressor.sources.model import Source
 from compressor.sources.tensors import INDEX, index_directory, read_tensor
 
@@ -114,16 +120,12 @@ def make_trainable(model: Any, student: QuantizedStudent) -> Any:
             )
         stored = student.artifact.by_layer[layer]["weight_scale"].torch_dtype
         weight = decode(layer, student.artifact.read(layer), fmt)
-        codes, scale = weight.codes.float(), weight.scale.float()
-        groups = grouped(codes, fmt)
         device = module.weight.device
+        values = weight.codes.float()
         if fmt.kind == "int":
-            original = grouped(module.weight.detach().float().cpu(), fmt) / scale[..., None]
-            inside = torch.minimum(torch.maximum(original, groups - _INSIDE), groups + _INSIDE)
-            groups = inside.clamp(fmt.qmin, fmt.qmax)
-        values = groups.reshape(codes.shape)
+            values = inside_cells(module.weight.detach().cpu(), weight, _INSIDE).view(values.shape)
         module.weight = nn.Parameter(values.to(device, torch.float32), requires_grad=True)
-        quantizer = FakeQuantized(scale.to(device), fmt, stored)
+        quantizer = FakeQuantized(weight.scale.to(device), fmt, stored)
         parametrize.register_parametrization(module, "weight", quantizer, unsafe=True)
         if fmt.activations is not None:
             module.register_forward_pre_hook(_quantize_input(fmt))

@@ -109,13 +109,16 @@ def _keep_better(
     return torch.where(better, candidate, best), torch.where(better, error, best_error)
 
 
+def on_grid(values: Tensor, fmt: Format) -> Tensor:
+    """The codes nearest to ``values``, which are in units of the scale, as fp32; any shape."""
+    if fmt.kind == "fp8":
+        return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    return values.round().clamp_(fmt.qmin, fmt.qmax)
+
+
 def quantize(weight: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """Nearest codes, [out, in] int8 or float8_e4m3fn."""
-    scaled = grouped(weight.float(), fmt) / scale.float()[..., None]
-    if fmt.kind == "fp8":
-        codes = scaled.clamp_(-FP8_MAX, FP8_MAX)
-    else:
-        codes = scaled.round_().clamp_(fmt.qmin, fmt.qmax)
+    codes = on_grid(grouped(weight.float(), fmt) / scale.float()[..., None], fmt)
     return codes.reshape(weight.shape).to(fmt.code_dtype)
 
 

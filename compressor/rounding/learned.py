@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressor.formats import Format, QuantizedWeight
 from compressor.formats.format import FP8_MAX
-from compressor.formats.quantize import grouped, storable
+from compressor.formats.quantize import grouped, on_grid, storable
 
 # How near to the border of its rounding cell a value may begin, in steps.
 _INSIDE = 0.49
@@ -31,10 +31,7 @@ class LearnedWeight:
         self._start = (
             weight.scale.float().clone()
         )  # calibration makes inference tensors, which autograd refuses
-        codes = grouped(weight.codes.float(), self.format)
-        wanted = grouped(original.float(), self.format) / self._start[..., None]
-        inside = torch.minimum(torch.maximum(wanted, codes - _INSIDE), codes + _INSIDE)
-        self.values = inside.clamp_(self.format.qmin, self.format.qmax).requires_grad_(True)
+        self.values = inside_cells(original, weight, _INSIDE).requires_grad_(True)
         self.factor = torch.ones_like(self._start).requires_grad_(True)
 
     def __call__(self) -> Tensor:
@@ -55,6 +52,16 @@ class LearnedWeight:
         return QuantizedWeight(codes, storable(self._start * self.factor, self._scale_dtype), self.format)
 
 
+def inside_cells(original: Tensor, weight: QuantizedWeight, margin: float) -> Tensor:
+    """Where the values of a ``weight`` in an integer format begin, [out, groups, inputs per group] fp32: at the
+    ``original`` [out, in] as far as that is within ``margin`` steps of its codes, and on the grid."""
+    fmt = weight.format
+    codes = grouped(weight.codes.float(), fmt)
+    wanted = grouped(original.float(), fmt) / weight.scale.float()[..., None]
+    inside = torch.minimum(torch.maximum(wanted, codes - margin), codes + margin)
+    return inside.clamp_(fmt.qmin, fmt.qmax)
+
+
 def rounded(values: Tensor, factor: Tensor, start: Tensor, fmt: Format, scale_dtype: torch.dtype) -> Tensor:
     """codes · scale, [out, groups, inputs per group], with codes = ``values`` [out, groups, inputs per group] on the
     format's grid and scale = ``start`` · ``factor`` [out, groups] as it is stored.
@@ -63,13 +70,6 @@ def rounded(values: Tensor, factor: Tensor, start: Tensor, fmt: Format, scale_dt
     with the codes for factors.
     """
     return _Rounded.apply(values, factor, start, fmt, scale_dtype)
-
-
-def on_grid(values: Tensor, fmt: Format) -> Tensor:
-    """The nearest codes, as fp32."""
-    if fmt.kind == "fp8":
-        return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
-    return values.round().clamp_(fmt.qmin, fmt.qmax)
 
 
 class _Rounded(torch.autograd.Function):
