@@ -16,12 +16,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from compressor.distillation.forward import RowModel
+from compressor.distillation.forward import RowModel, row_loss
 from compressor.distillation.fused import Objective
 from compressor.distillation.loop import Order, Progress, Training, learning_rate, shares, train
 from compressor.distillation.measure import better, score, value
 from compressor.distillation.models import save_student
-from compressor.distillation.tasks import DataSpec, Examples, read_examples
+from compressor.distillation.tasks import Batch, DataSpec, Examples, collate, read_examples
 from compressor.distillation.teacher import LiveTeacher
 from compressor.errors import InputRefused, UsageError
 
@@ -97,9 +97,6 @@ def test_gradients_are_the_mean_over_all_tokens_of_the_step(
     pair: tuple[Path, Path], examples: Examples
 ) -> None:
     """A mean of micro-batch means would weigh short completions more; here it must be one division."""
-    from compressor.distillation.forward import row_loss
-    from compressor.distillation.tasks import collate
-
     items = examples.items[:8]
     total = sum(e.rows("causal-lm") for e in items)
     gradients = []
@@ -123,6 +120,42 @@ def test_gradients_are_the_mean_over_all_tokens_of_the_step(
     ]
     (-torch.stack(losses).mean()).backward()
     torch.testing.assert_close(student.lm_head.weight.grad, gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_sequences_packed_into_one_row_have_the_same_loss(
+    pair: tuple[Path, Path], examples: Examples
+) -> None:
+    """Several sequences in one row, told apart by their positions, teach what they teach side by side."""
+    items = examples.items[:5]
+    side_by_side = collate("causal-lm", items, pad_id=0)
+    ids, positions, supervised, labels = [], [], [], []
+    for example in items:
+        ids += example.inputs["input_ids"]
+        positions += range(len(example.inputs["input_ids"]))
+        supervised += [label >= 0 for label in example.labels]
+        labels += [label for label in example.labels if label >= 0]
+    packed = Batch(
+        {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])},
+        torch.tensor(labels),
+        (len(labels),),
+        ("packed",),
+        where=torch.tensor([supervised]),
+    )
+    results = []
+    for batch in (side_by_side, packed):
+        teacher, student = (AutoModelForCausalLM.from_pretrained(path) for path in pair)
+        targets = LiveTeacher(
+            RowModel(teacher, teacher, "causal-lm", fused=True), temperature=2.0, vocabulary=None
+        )
+        rows = RowModel(student, student, "causal-lm", fused=True)
+        sums = row_loss("causal-lm", rows(batch), batch.labels, targets(batch), Objective("fkl", 2.0, 0.5))
+        (sums.total / len(labels)).backward()
+        results.append((sums, student.lm_head.weight.grad))
+    (a, of_a), (b, of_b) = results
+    assert len(side_by_side.labels) == len(labels)
+    torch.testing.assert_close(a.total, b.total, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(a.kd, b.kd, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(of_a, of_b, rtol=1e-4, atol=1e-6)
 
 
 _KILLED = """

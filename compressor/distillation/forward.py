@@ -53,7 +53,9 @@ class RowModel:
         self.fused, self.order = fused, order
 
     def __call__(self, batch: Batch, *, hidden_states: bool = False) -> Rows:
-        inputs = {**batch.inputs, "return_dict": True}
+        inputs: dict[str, Any] = {**batch.inputs, "return_dict": True}
+        if self.task == "causal-lm":
+            inputs["use_cache"] = False  # with a cache, several sequences in one row would see each other
         if hidden_states:
             inputs["output_hidden_states"] = True
         if not self.fused:
