@@ -101,8 +101,9 @@ def sst2(args: argparse.Namespace) -> str:
     if not student.exists():
         compressor(
             "distill", args.model, "-o", student, "--student", "derive:layers=3", "--task", "classification", *data,
-            "--teacher-epochs", args.teacher_epochs, "--epochs", args.epochs, "--lr", 1e-4, "--batch-size", 16, "--micro-batch", 8,
-            "--control", "--cache", args.work / "sst2-cache", "--device", "cpu", "--min-retention", 0.97, "--beat-control",
+            "--teacher-epochs", args.teacher_epochs, "--augment", args.augment, "--epochs", args.epochs, "--lr", 2e-4, "--batch-size", 32,
+            "--micro-batch", 8, "--alpha", 0.9, "--hidden", 1, "--control", "--dtype", args.dtype, "--device", "cpu", "--min-retention", 0.97,
+            "--evaluate-samples", 872, "--beat-control",
         )  # fmt: skip
     if not int8.exists():
         compressor("quantize", student, "-o", int8, "--scheme", "w8a8", "--method", "rtn", "--device", "cpu")
@@ -169,7 +170,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--teacher-epochs", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--augment", type=int, default=9, help="of sst2")
+    parser.add_argument("--epochs", type=int, default=1, help="of sst2, over the augmented data")
     parser.add_argument("--scheme", default="w3g32")
     parser.add_argument("--method", default="gptq", help="of the checkpoint to recover")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of depth")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -115,6 +116,35 @@ def test_cached_equals_live(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs the whole distribution"):
         distill(*common(teacher, tmp_path / "x"), "--cache", str(cache), "--divergence", "rkl")
     assert not (tmp_path / "x").exists()
+
+
+def test_two_processes_end_where_one_does(teacher: Path, tmp_path: Path) -> None:
+    """Data-parallel on CPUs: the same steps over the same examples; under a time budget both stop together."""
+
+    def launch(output: Path, *more: str) -> None:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+            "-m", "compressor", "distill", *common(teacher, output), "--cache", str(tmp_path / "cache"),
+            "--cache-targets", "topk:4096", *more,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    distill(
+        *common(teacher, tmp_path / "one"), "--cache", str(tmp_path / "cache"), "--cache-targets", "topk:4096"
+    )
+    launch(tmp_path / "two")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=1e-2, atol=2e-4, msg=name)
+    launch(tmp_path / "timed", "--steps", "100000", "--time-budget", "1s")
+    assert read_report(tmp_path / "timed").distillation is not None
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 @pytest.mark.parametrize("targets", ["topk:8", "rs:16"])

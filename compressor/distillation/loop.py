@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from compressor.console import note, steps
@@ -195,6 +196,8 @@ def train(
             progress.step += 1
             progress.rows += rows
             progress.seconds = time.monotonic() - began
+            if world > 1 and training.seconds is not None:
+                progress.seconds = _agreed(progress.seconds, accelerator)
             shown.advance(f"loss {sums[0].item() / rows:.4f}")
             log({f"{label}/step_loss": sums[0].item() / rows}, progress.step)
             if _due(progress, training):
@@ -284,6 +287,11 @@ def _done(progress: Progress, training: Training) -> float:
     if training.seconds is not None:
         shares_done.append(progress.seconds / training.seconds)
     return max(shares_done)
+
+
+def _agreed(seconds: float, accelerator: Accelerator) -> float:
+    """The first process's time: all have to stop, and to measure, at the same step."""
+    return float(broadcast(torch.tensor([seconds], dtype=torch.float64, device=accelerator.device))[0])
 
 
 def _due(progress: Progress, training: Training) -> bool:

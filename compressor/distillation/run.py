@@ -377,7 +377,7 @@ def _augmented(
     if task != "classification":
         raise UsageError(f"--augment makes variants for classification, not for {task}")
     return augmented(
-        examples, settings.data.augment, special_ids=frozenset(tokenizer.all_special_ids), mask_id=tokenizer.mask_token_id, seed=seed
+        examples, settings.data.augment, special_ids=frozenset(tokenizer.all_special_ids), seed=seed
     )  # fmt: skip
 
 
