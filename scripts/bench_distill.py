@@ -102,7 +102,7 @@ def sst2(args: argparse.Namespace) -> str:
         compressor(
             "distill", args.model, "-o", student, "--student", "derive:layers=3", "--task", "classification", *data,
             "--teacher-epochs", args.teacher_epochs, "--epochs", args.epochs, "--lr", 1e-4, "--batch-size", 16, "--micro-batch", 8,
-            "--control", "--cache", args.work / "sst2-cache", "--device", "cpu", "--min-retention", 0.97, "--beat-control",
+            "--control", "--cache", args.work / "sst2-cache", "--device", "cpu", "--min-accuracy-retention", 0.97, "--beat-control", "--on-inconclusive", "warn",
         )  # fmt: skip
     if not int8.exists():
         compressor("quantize", student, "-o", int8, "--scheme", "w8a8", "--method", "rtn", "--device", "cpu")

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from compressor.errors import InputRefused, UsageError
 from compressor.reports import wording
+from compressor.reports.markdown import render_markdown
 from compressor.reports.schema import (
     Check,
     Coverage,
@@ -31,7 +32,7 @@ from compressor.reports.schema import (
     report_json_schema,
 )
 from compressor.reports.terminal import print_report
-from compressor.reports.write import read_report, render_markdown, report_json, write_report
+from compressor.reports.write import read_report, report_json, write_report
 
 SECTIONS = ("source", "artifact", "coverage", "quantization", "evaluation", "verification")
 
@@ -317,7 +318,7 @@ def test_writing_is_atomic_and_refuses_to_replace(tmp_path: Path, monkeypatch: p
     with pytest.raises(Exception, match="No space left"):
         write_report(full_report(warnings=[]), tmp_path, overwrite=True)
     assert (tmp_path / "report.json").read_text() == before
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
 
 
 def test_reading_a_bad_report_names_file_and_key(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tiny_checkpoint import write_checkpoint
 from compressor.checkpoint import reload
 from compressor.checkpoint.artifact import Artifact, formats_of
 from compressor.checkpoint.file_checks import Failed, Skipped
+from compressor.checkpoint.release import write_release
 from compressor.checkpoint.sidecar import read_sidecar
 from compressor.checkpoint.verify import Check, verify
 from compressor.errors import MachineLimit, UsageError
@@ -50,7 +51,9 @@ def source(make_llama: MakeLlama) -> Path:
 def sound(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three formats in one checkpoint: w4g32, w8 for q/k/v, w8a8 for down."""
     directory = tmp_path_factory.mktemp("sound") / "checkpoint"
-    return write_checkpoint(source, directory, "w4g32", {"qkv": "w8", "down": "w8a8"})
+    write_checkpoint(source, directory, "w4g32", {"qkv": "w8", "down": "w8a8"})
+    write_release(directory)
+    return directory
 
 
 @pytest.fixture
@@ -89,6 +92,18 @@ def _restate_digest(directory: Path) -> None:
     sidecar = json.loads((directory / "compression.json").read_text())
     sidecar["files"] = {SINGLE: hashlib.sha256((directory / SINGLE).read_bytes()).hexdigest()}
     (directory / "compression.json").write_text(json.dumps(sidecar))
+
+
+def restate_sum(name: str) -> Change:
+    """As if a changed file had been listed so."""
+
+    def apply(directory: Path) -> None:
+        lines = (directory / "SHA256SUMS").read_text().splitlines()
+        digest = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        lines = [f"{digest}  {name}" if line.endswith(f"  {name}") else line for line in lines]
+        (directory / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+    return apply
 
 
 def set_at(name: str, index: tuple[int, ...], value: float) -> Change:
@@ -214,6 +229,19 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "a tokenizer byte": (flip_bit("tokenizer.json", 1000), "other files", "tokenizer.json: differs"),
     "no tokenizer config": (lambda d: (d / "tokenizer_config.json").unlink(), "other files", "tokenizer_config.json: in the source"),
     "a file too many": (lambda d: (d / "added_tokens.json").write_text("{}"), "other files", "added_tokens.json: in the checkpoint"),
+    "the card edited": (lambda d: (d / "README.md").write_text("x"), "release", "README.md: its bytes"),
+    "a file that no sum covers": (lambda d: (d / "notes.md").write_text("x"), "release", "notes.md: not in SHA256SUMS"),
+    "a listed file gone": (lambda d: (d / "provenance.json").unlink(), "release", "provenance.json: in SHA256SUMS, but missing"),
+    "sums of a file outside": (
+        lambda d: (d / "SHA256SUMS").write_text("0" * 64 + "  ../x\n"), "release", "SHA256SUMS, line 1"
+    ),
+    "weights and their digest replaced": (
+        edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * 2})), "release", "compression.json: its bytes"
+    ),
+    "provenance of other files": (
+        then(edit_json("provenance.json", lambda p: p["subject"][0]["digest"].update(sha256="0" * 64)), restate_sum("provenance.json")),
+        "release", "provenance.json: its digest of README.md",
+    ),
     # config
     "no config": (lambda d: (d / "config.json").unlink(), "quantization config", "cannot be read"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "quantization config", "not valid JSON"),
@@ -281,7 +309,7 @@ def test_what_is_wrong_is_found(wrong: str, copy: Path, source: Path) -> None:
 def test_shards_are_as_good_as_one_file(copy: Path, source: Path) -> None:
     shard_up(copy)
     found = failed(verify(copy, source=open_model(str(source))))
-    assert set(found) == {"digests"}  # only that these are not the files that were written
+    assert set(found) == {"digests", "release"}  # only that these are not the files that were written
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -6,7 +6,8 @@ from pathlib import Path
 from compressor.distillation.run import Job, distill
 from compressor.evaluation.facts import model_facts
 from compressor.pipelines.provenance import tool_section
-from compressor.reports.schema import Distillation, Model, Report
+from compressor.reports.gates import check_gate, of_distillation, raise_if_failed
+from compressor.reports.schema import Distillation, Gate, Model, Report
 from compressor.reports.write import write_report
 from compressor.sources.model import open_model
 
@@ -16,6 +17,8 @@ def run_distill(job: Job, output: Path, *, overwrite: bool, started: float) -> N
 
     ``started`` is ``time.monotonic()`` at the command's start. Raises GateFailed after writing all of it.
     """
+    wanted = of_distillation(job.recipe.gate)
+    gates: list[Gate | None] = []
 
     def write(section: Distillation, warnings: list[str], directory: Path) -> None:
         student = replace(
@@ -36,6 +39,10 @@ def run_distill(job: Job, output: Path, *, overwrite: bool, started: float) -> N
             distillation=section,
             warnings=warnings,
         )
+        report = report.model_copy(update={"gate": check_gate(report, wanted)})
         write_report(report, directory)
+        gates.append(report.gate)
 
     distill(job, output, overwrite=overwrite, write=write)
+    for gate in gates:  # only the main process writes a report
+        raise_if_failed(gate, f"{output}: the student is kept, see its report.md")

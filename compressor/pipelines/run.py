@@ -140,6 +140,7 @@ def _evaluation_settings(recipe: Recipe, evaluate: EvaluateRecipe) -> Settings:
         batch_size=evaluate.batch_size,
         device=recipe.device,
         seed=recipe.seed,
+        generations=evaluate.generations,
     )
 
 
@@ -201,6 +202,7 @@ def _layer(job: Job, record: dict[str, Any]) -> Layer:
         module=record["module"],
         format=record["format"],
         method=record["method"],
+        bits=job.format_of(record["module"]).bits_per_weight if False else None,
         bytes=assignment.bytes,
         error_before=record.get("error_rtn"),
         error_after=record.get("error"),
