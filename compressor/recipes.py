@@ -271,6 +271,14 @@ class GateRecipe(_Strict):
     on_inconclusive: Literal["fail", "pass", "warn"] = "fail"
 
 
+class Locked(_Strict):
+    """What a lock adds to a recipe: the device, versions and digests of inputs of the run that wrote it."""
+
+    device: str
+    versions: dict[str, str]
+    inputs: dict[str, str]
+
+
 class Recipe(_Strict):
     """A pipeline: model → distill → scan → plan → quantize → verify → evaluate → report → gate, in ``output``.
 
@@ -292,6 +300,7 @@ class Recipe(_Strict):
     verify: VerifyRecipe = VerifyRecipe()
     evaluate: EvaluateRecipe | None = EvaluateRecipe()
     gate: GateRecipe = GateRecipe()
+    locked: Locked | None = None
 
 
 def build_recipe(file: Path | None, overrides: dict[str, Any]) -> Recipe:

@@ -403,7 +403,7 @@ def distill(
     from compressor.distillation.run import capture_only, prepare
     from compressor.pipelines.distill import run_distill
     from compressor.recipes import build_recipe
-    from compressor.reports.gates import check_measured, of_distillation
+    from compressor.reports.gates import check_measured, of_distillation, raise_if_failed
     from compressor.reports.terminal import print_report
     from compressor.reports.write import read_report, report_json
 
@@ -457,7 +457,7 @@ def distill(
         out.print(f"cache: {job.settings.cache}, {size:,} bytes", markup=False, highlight=False)
         return
     assert resolved.output is not None
-    run_distill(job, resolved.output, overwrite=overwrite, started=started)
+    gate = run_distill(job, resolved.output, overwrite=overwrite, started=started)
     if not PartialState().is_main_process:
         return
     report = read_report(resolved.output)
@@ -466,3 +466,4 @@ def distill(
     else:
         print_report(report)
     note(f"student: {resolved.output}")
+    raise_if_failed(gate, f"{resolved.output}: the student is kept, see its report.md")
