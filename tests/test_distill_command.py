@@ -26,7 +26,7 @@ MakeLlama = Callable[..., Path]
 def no_fresh_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Timing has a test of its own; elsewhere it would only cost time."""
     if "real_latency" not in request.keywords:
-        fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1)
+        fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1, 0.01)
         monkeypatch.setattr(run_module, "measure_latency", lambda *a, **k: fake)
 
 
@@ -77,6 +77,12 @@ def test_a_derived_student_with_its_report(make_llama: MakeLlama, tmp_path: Path
     text = (output / "report.md").read_text()
     assert "control (labels only)" in text
     assert "Learning curve" in text
+    page = (output / "report.html").read_text()
+    assert 'id="curve-' in page
+    assert "control (labels only)" in page
+    assert found.speedup is not None
+    assert found.speedup.low is not None
+    assert found.speedup.low < found.speedup.value == 1
 
 
 def test_cached_equals_live(teacher: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+import compressor
 from compressor.errors import InputRefused, UsageError
 from compressor.reports import wording
 from compressor.reports.markdown import render_markdown
@@ -223,6 +224,13 @@ def test_json_satisfies_the_published_schema() -> None:
         spoil(broken)
         with pytest.raises(AssertionError):
             _check_against(schema, broken, schema)
+
+
+def test_the_schema_file_is_that_of_the_models() -> None:
+    file = Path(compressor.__file__).parent / "reports" / "report.schema.json"
+    assert json.loads(file.read_text("utf-8")) == report_json_schema(), (
+        "python -m compressor.reports.schema > compressor/reports/report.schema.json"
+    )
 
 
 def test_unknown_keys_and_non_finite_numbers_are_refused() -> None:

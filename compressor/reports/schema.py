@@ -9,6 +9,7 @@ writer never emits any. Every section that a command has nothing to say about is
 scan and the plan, greedy generations and the standard error of timings were added.
 """
 
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -391,3 +392,7 @@ def report_json_schema() -> dict[str, Any]:
     return Report.model_json_schema(mode="serialization") | {
         "$schema": "https://json-schema.org/draft/2020-12/schema"
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(report_json_schema(), indent=2, ensure_ascii=False))
