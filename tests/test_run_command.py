@@ -92,12 +92,8 @@ def test_a_run_leaves_a_release_that_says_nothing_of_the_machine(
     assert (metadata["license"], metadata["pipeline_tag"]) == ("mit", "text-generation")
     report = read_report(tmp_path / "a")
     assert report.evaluation is not None
-    measured = {
-        result["metrics"][0]["type"]: result["metrics"][0]["value"]
-        for result in metadata["model-index"][0]["results"]
-    } if len(metadata["model-index"][0]["results"]) > 1 else {
-        metric["type"]: metric["value"] for metric in metadata["model-index"][0]["results"][0]["metrics"]
-    }  # fmt: skip
+    (result,) = metadata["model-index"][0]["results"]
+    measured = {metric["type"]: metric["value"] for metric in result["metrics"]}
     assert measured["kl"] == report.evaluation.metrics["kl"].compressed.value
     assert "perplexity" in measured
 

@@ -352,6 +352,10 @@ def _sidecar(
 ) -> dict[str, Any]:
     """``compression.json``: all that made this checkpoint, and nothing that differs between two equal runs."""
     settings = recipe.quantize.model_dump(mode="json")
+    if recipe.quantize.plan is not None:
+        settings["plan"] = (
+            recipe.quantize.plan.name
+        )  # where it lay is no part of the result; its content is below
     return {
         "schema_version": 1,
         "tool": {"name": "compressor", "version": __version__},

@@ -47,7 +47,7 @@ def sensitivity(report: Report) -> str:
         "sensitivity",
         f"Predicted damage of every unit in {', '.join(names)}",
         width=5.2,
-        height=rows * (1.2 + min(0.14 * blocks, 5.0)),
+        height=rows * (1.2 + _height(blocks)),
     ) as made:
         axes = made.axes(rows, columns)
         for axis, name in zip(axes, names, strict=False):
@@ -73,7 +73,7 @@ def bits(report: Report) -> str:
     levels = sorted({round(float(x), 3) for x in grid[np.isfinite(grid)]})
     if len(levels) > 12:
         levels = sorted(set(np.round(np.linspace(levels[0], levels[-1], 12), 3)))
-    with drawing("bits", "Bits a weight of every module", height=1.6 + min(0.14 * len(grid), 5.0)) as made:
+    with drawing("bits", "Bits a weight of every module", height=1.6 + _height(len(grid))) as made:
         (axis,) = made.axes()
         edges = [
             levels[0] - 0.5,
@@ -100,7 +100,7 @@ def layer_errors(report: Report) -> str:
         return ""
     grid, names = found
     unit = (report.quantization.error_unit if report.quantization else None) or "error"
-    with drawing("errors", "Rounding error of every module", height=1.6 + min(0.14 * len(grid), 5.0)) as made:
+    with drawing("errors", "Rounding error of every module", height=1.6 + _height(len(grid))) as made:
         (axis,) = made.axes()
         mesh = axis.pcolormesh(grid, norm=norm, cmap="viridis", edgecolors="none")
         axis.invert_yaxis()
@@ -235,6 +235,11 @@ def _by_block(
     for (block, name), numbers in cells.items():
         grid[block, names.index(name)] = join(numbers)
     return grid, names
+
+
+def _height(blocks: int) -> float:
+    """Inches for a grid of so many blocks: no less than the words beside it need."""
+    return min(max(0.14 * blocks, 1.6), 5.0)
 
 
 def _place(module: str) -> tuple[int, str] | None:
