@@ -393,7 +393,7 @@ def distill(
 ) -> None:
     """Teach a student what a teacher knows, and measure whether it was worth it.
 
-    The output is an ordinary checkpoint with report.json and report.md: teacher, student before and after,
+    The output is an ordinary checkpoint with report.html, .md and .json: teacher, student before and after,
     and with --control the same student without a teacher, on the same data with intervals. A killed run
     goes on where it stopped when the same command is given again. Under accelerate launch or torchrun it
     uses all processes.

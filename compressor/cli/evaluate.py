@@ -108,7 +108,7 @@ def evaluate(
         typer.Option(
             "--output",
             "-o",
-            help="Directory for report.json and report.md.",
+            help="Directory for report.html, report.md and report.json.",
             rich_help_panel=_OUTPUT,
             show_default=False,
         ),

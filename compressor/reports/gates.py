@@ -120,7 +120,7 @@ def check_measured(recipe: Recipe) -> None:
             if recipe.distill is None:
                 raise UsageError(f"gate.{key}: the recipe has no distill section, so nothing to hold to it")
             if key == "beat_control" and not recipe.distill.control:
-                raise UsageError("gate.beat_control: needs distill.control (--control)")
+                raise UsageError("--beat-control needs --control (gate.beat_control, distill.control)")
         elif key != "max_bytes" and recipe.evaluate is None:
             raise UsageError(f"gate.{key}: the recipe has no evaluate section, so it would not be measured")
 

@@ -69,8 +69,9 @@ def render_html(report: Report) -> str:
 def title(report: Report) -> str:
     """The model's own name: the last part of the reference."""
     model = report.source or report.artifact
-    name = model.ref.rstrip("/").rsplit("/", 1)[-1] if model else "report"
-    return f"{name}: compressor {report.tool.command}"
+    asked = report.tool.arguments.get("model")  # a recipe's: what is measured may be a student of it
+    ref = str(asked) if asked else model.ref if model else "report"
+    return f"{ref.rstrip('/').rsplit('/', 1)[-1]}: compressor {report.tool.command}"
 
 
 def state(report: Report) -> str:

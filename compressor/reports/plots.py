@@ -56,10 +56,10 @@ def sensitivity(report: Report) -> str:
             _name_columns(axis, kinds)
         for axis in axes[len(names) :]:
             axis.set_visible(False)
-        axes[0].invert_yaxis()
+        _name_rows(axes[0], blocks)
         for axis in axes[::columns]:
             axis.set_ylabel("block")
-        made.figure.colorbar(mesh, ax=axes, label=scan.unit, aspect=30)
+        _plain_ticks(made.figure.colorbar(mesh, ax=axes, label=scan.unit, aspect=30).ax.yaxis)
     return made.svg
 
 
@@ -82,7 +82,7 @@ def bits(report: Report) -> str:
         ]
         cmap = colormaps["cividis"].resampled(max(2, len(levels)))
         mesh = axis.pcolormesh(grid, norm=BoundaryNorm(edges, cmap.N), cmap=cmap, edgecolors="none")
-        axis.invert_yaxis()
+        _name_rows(axis, len(grid))
         axis.set_ylabel("block")
         _name_columns(axis, names)
         bar = made.figure.colorbar(mesh, ax=axis, label="bits a weight", spacing="uniform")
@@ -103,10 +103,10 @@ def layer_errors(report: Report) -> str:
     with drawing("errors", "Rounding error of every module", height=1.6 + _height(len(grid))) as made:
         (axis,) = made.axes()
         mesh = axis.pcolormesh(grid, norm=norm, cmap="viridis", edgecolors="none")
-        axis.invert_yaxis()
+        _name_rows(axis, len(grid))
         axis.set_ylabel("block")
         _name_columns(axis, names)
-        made.figure.colorbar(mesh, ax=axis, label=unit)
+        _plain_ticks(made.figure.colorbar(mesh, ax=axis, label=unit).ax.yaxis)
     return made.svg
 
 
@@ -186,15 +186,19 @@ def learning_curve(report: Report) -> str:
 
 
 def _logarithmic(axis: Axes, which: str) -> None:
-    """Logarithmic axes with plain numbers at 1, 2 and 5 of each decade, every third one from two decades on."""
+    """Logarithmic axes with plain numbers."""
     for name in which:
         getattr(axis, f"set_{name}scale")("log")
-        one: Axis = getattr(axis, f"{name}axis")
-        low, high = one.get_data_interval()
-        wide = low > 0 and high / low > 100
-        one.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-        one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        one.set_minor_formatter(NullFormatter())
+        _plain_ticks(getattr(axis, f"{name}axis"))
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """Numbers such as 0.02 at 1, 2 and 5 of each decade; beyond two decades, at each decade only."""
+    low, high = axis.get_view_interval()
+    wide = low > 0 and high / low > 100
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _measured(axis: Axes, points: Sequence[PlanPoint], x: Callable[[PlanPoint], float]) -> None:
@@ -248,6 +252,14 @@ def _place(module: str) -> tuple[int, str] | None:
     if found is None:
         return None
     return int(found[1]), re.sub(r"\.\d+(?=\.|$)", ".*", found[2])
+
+
+def _name_rows(axis: Axes, blocks: int) -> None:
+    """Block 0 on top, and a number beside every block, or every fifth or tenth."""
+    step = next(step for step in (1, 2, 5, 10, 20, 50) if blocks / step <= 14 or step == 50)
+    shown = range(0, blocks, step)
+    axis.set_ylim(blocks, 0)
+    axis.set_yticks([block + 0.5 for block in shown], [str(block) for block in shown])
 
 
 def _name_columns(axis: Axes, names: list[str]) -> None:
