@@ -105,7 +105,8 @@ def model_card(
 
 def source_name(sidecar: Sidecar) -> str:
     """A name for the original that says nothing of the machine: a hub id, or the last part of a path."""
-    return portable(sidecar.source.ref) if sidecar.source.kind != "hub" else sidecar.source.ref
+    on_disk = sidecar.source.kind in ("directory", "gguf")
+    return Path(sidecar.source.ref.rstrip("/")).expanduser().resolve().name if on_disk else sidecar.source.ref
 
 
 def portable(ref: str) -> str:
