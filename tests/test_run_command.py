@@ -223,3 +223,29 @@ def test_the_example_workflow_speaks_this_command_line() -> None:
     group: Any = get_command(app)
     for name, *arguments in commands:
         group.commands[name].make_context(name, arguments)
+
+
+def test_a_run_killed_at_any_file_ends_in_the_same_bytes(run: Run, recipe: Path, tmp_path: Path) -> None:
+    """Killed just before and just after each rename that puts something in place, until none is left."""
+    value = yaml.safe_load(recipe.read_text())
+    data = {**value["quantize"]["calibration"]}
+    changed(
+        recipe,
+        scan={"formats": ["w4g32", "w8", "bf16"], "data": data},
+        plan={"budget": "6bits"},
+        gate={"max_kl": 100},
+    )
+    output = tmp_path / "a"
+    assert run("run", recipe, "-o", output)[0] == 0
+    whole = files_of(output / "checkpoint")
+    shutil.rmtree(output)
+    command = [sys.executable, str(Path(__file__).with_name("killed_run.py")), str(recipe), str(output)]
+    # Each process is killed a little later than it got before, so the last ones die in the last steps.
+    moments = [*map(str, range(1, 30)), "0"]
+    done = subprocess.run([*command, *moments], capture_output=True, text=True)
+    ended = done.stdout.split("\n")[:-1]
+    assert ended[-1] == "ended 0", done.stderr
+    assert ended.count("killed") >= 10, ended
+    assert not any(line.startswith("ended") and line != "ended 0" for line in ended), done.stderr
+    assert files_of(output / "checkpoint") == whole
+    assert read_report(output).gate is not None
