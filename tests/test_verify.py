@@ -51,14 +51,19 @@ def source(make_llama: MakeLlama) -> Path:
 def sound(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three formats in one checkpoint: w4g32, w8 for q/k/v, w8a8 for down."""
     directory = tmp_path_factory.mktemp("sound") / "checkpoint"
-    write_checkpoint(source, directory, "w4g32", {"qkv": "w8", "down": "w8a8"})
-    write_release(directory)
-    return directory
+    return write_checkpoint(source, directory, "w4g32", {"qkv": "w8", "down": "w8a8"})
 
 
 @pytest.fixture
 def copy(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "copy"))
+
+
+@pytest.fixture
+def released(copy: Path) -> Path:
+    """The same with model card, provenance and checksums, as ``quantize`` leaves it."""
+    write_release(copy)
+    return copy
 
 
 # --- one wrong thing at a time -----------------------------------------------------------------------
@@ -229,19 +234,6 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "a tokenizer byte": (flip_bit("tokenizer.json", 1000), "other files", "tokenizer.json: differs"),
     "no tokenizer config": (lambda d: (d / "tokenizer_config.json").unlink(), "other files", "tokenizer_config.json: in the source"),
     "a file too many": (lambda d: (d / "added_tokens.json").write_text("{}"), "other files", "added_tokens.json: in the checkpoint"),
-    "the card edited": (lambda d: (d / "README.md").write_text("x"), "release", "README.md: its bytes"),
-    "a file that no sum covers": (lambda d: (d / "notes.md").write_text("x"), "release", "notes.md: not in SHA256SUMS"),
-    "a listed file gone": (lambda d: (d / "provenance.json").unlink(), "release", "provenance.json: in SHA256SUMS, but missing"),
-    "sums of a file outside": (
-        lambda d: (d / "SHA256SUMS").write_text("0" * 64 + "  ../x\n"), "release", "SHA256SUMS, line 1"
-    ),
-    "weights and their digest replaced": (
-        edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * 2})), "release", "compression.json: its bytes"
-    ),
-    "provenance of other files": (
-        then(edit_json("provenance.json", lambda p: p["subject"][0]["digest"].update(sha256="0" * 64)), restate_sum("provenance.json")),
-        "release", "provenance.json: its digest of README.md",
-    ),
     # config
     "no config": (lambda d: (d / "config.json").unlink(), "quantization config", "cannot be read"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "quantization config", "not valid JSON"),
@@ -290,8 +282,25 @@ WRONG: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
-def test_a_sound_checkpoint_passes(sound: Path, source: Path) -> None:
-    checks = verify(sound, source=open_model(str(source)))
+RELEASE_WRONG: dict[str, tuple[Change, str, str]] = {
+    "the card edited": (lambda d: (d / "README.md").write_text("x"), "release", "README.md: its bytes"),
+    "a file that no sum covers": (lambda d: (d / "notes.md").write_text("x"), "release", "notes.md: not in SHA256SUMS"),
+    "a listed file gone": (lambda d: (d / "provenance.json").unlink(), "release", "provenance.json: in SHA256SUMS, but missing"),
+    "sums of a file outside": (
+        lambda d: (d / "SHA256SUMS").write_text("0" * 64 + "  ../x\n"), "release", "SHA256SUMS, line 1"
+    ),
+    "weights and their digest replaced": (
+        edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * 2})), "release", "compression.json: its bytes"
+    ),
+    "provenance of other files": (
+        then(edit_json("provenance.json", lambda p: p["subject"][0]["digest"].update(sha256="0" * 64)), restate_sum("provenance.json")),
+        "release", "provenance.json: its digest of README.md",
+    ),
+}  # fmt: skip
+
+
+def test_a_sound_checkpoint_passes(released: Path, source: Path) -> None:
+    checks = verify(released, source=open_model(str(source)))
     assert set(outcome(checks).values()) == {"passed"}
     assert [check.name for check in checks][:3] == ["index", "quantization config", "targets"]
 
@@ -306,10 +315,18 @@ def test_what_is_wrong_is_found(wrong: str, copy: Path, source: Path) -> None:
     assert not any("could not be checked" in detail for detail in found.values()), found
 
 
+@pytest.mark.parametrize("wrong", RELEASE_WRONG)
+def test_a_release_is_what_its_sums_say(wrong: str, released: Path, source: Path) -> None:
+    change, name, words = RELEASE_WRONG[wrong]
+    change(released)
+    found = failed(verify(released, source=open_model(str(source))))
+    assert words in found[name]
+
+
 def test_shards_are_as_good_as_one_file(copy: Path, source: Path) -> None:
     shard_up(copy)
     found = failed(verify(copy, source=open_model(str(source))))
-    assert set(found) == {"digests", "release"}  # only that these are not the files that were written
+    assert set(found) == {"digests"}  # only that these are not the files that were written
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -350,7 +367,8 @@ def test_without_sidecar_and_source(copy: Path) -> None:
     checks = verify(copy, source=None)
     assert not failed(checks)
     skipped = {check.name: check.detail for check in checks if check.detail.startswith("skipped")}
-    assert skipped == dict.fromkeys(("plan", "size", "digests"), "skipped: no compression.json")
+    without = dict.fromkeys(("plan", "size", "digests"), "skipped: no compression.json")
+    assert skipped == {**without, "release": "skipped: no SHA256SUMS"}
 
 
 def test_what_other_tools_write(copy: Path, source: Path) -> None:
@@ -626,7 +644,7 @@ def test_the_command(
     printed = capsys.readouterr()
     assert "kept tensors" in printed.out
     assert (
-        "1 of 16 checks failed, first kept tensors: model.norm.weight: differs from the source" in printed.err
+        "1 of 17 checks failed, first kept tensors: model.norm.weight: differs from the source" in printed.err
     )
 
     assert command(monkeypatch, copy / "nothing") == 5
