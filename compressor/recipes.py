@@ -37,7 +37,31 @@ def _minutes(value: Any) -> Any:
     return value
 
 
+def _share(value: Any) -> Any:
+    """A fraction from "2%"; anything else as it is."""
+    if isinstance(value, str) and value.endswith("%"):
+        try:
+            return float(value[:-1]) / 100
+        except ValueError:
+            raise ValueError(f"{value}: write a share as 2% or 0.02") from None
+    return value
+
+
+def _bytes(value: Any) -> Any:
+    """Bytes from "120MB" or "1.5 GB" (decimal units); anything else as it is."""
+    if isinstance(value, str):
+        for unit, factor in {"kB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}.items():
+            if value.lower().endswith(unit.lower()):
+                try:
+                    return round(float(value[: -len(unit)]) * factor)
+                except ValueError:
+                    raise ValueError(f"{value}: write a size as 120MB or 120000000") from None
+    return value
+
+
 Minutes = Annotated[float, BeforeValidator(_minutes), Field(gt=0)]
+Share = Annotated[float, BeforeValidator(_share), Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(gt=0)]
 
 
 class _Strict(BaseModel):
@@ -144,7 +168,8 @@ class VerifyRecipe(_Strict):
 
 
 class EvaluateRecipe(_Strict):
-    """Text for perplexity, KL and agreement; lengths are in tokens."""
+    """Text for perplexity, KL and agreement; lengths are in tokens. ``generations`` sequences are also continued greedily
+    by both models, for the reader."""
 
     data: str = "builtin:test"
     column: str | None = None
@@ -153,6 +178,7 @@ class EvaluateRecipe(_Strict):
     sequence_length: Annotated[int, Field(ge=8)] = 512
     packing: Packing = "auto"
     batch_size: Annotated[int, Field(ge=1)] = 4
+    generations: Annotated[int, Field(ge=0)] = 3
 
 
 class DistillDataRecipe(_Strict):
@@ -223,15 +249,45 @@ class DistillRecipe(_Strict):
     track: str = "auto"
     control: bool = False
     metrics: tuple[str, ...] = ()
-    min_retention: Annotated[float, Field(gt=0)] | None = None
+
+
+class GateRecipe(_Strict):
+    """What the report must show, or the command ends with exit code 3.
+
+    ``max_ppl_increase`` is relative to the original's perplexity, ``min_accuracy_retention`` the student's metric ÷ the
+    teacher's, ``min_speedup`` its throughput ÷ the teacher's, ``max_bytes`` the size of all weight files;
+    ``beat_control`` asks for a student that is better than the control. Shares may be written as 2% and sizes as 120MB.
+    A threshold inside the number's 95 % interval is neither met nor missed: ``on_inconclusive`` decides.
+    """
+
+    max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    max_ppl_increase: Share | None = None
+    min_top1: Share | None = None
+    min_cosine: Share | None = None
+    min_accuracy_retention: Share | None = None
+    min_speedup: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_bytes: Bytes | None = None
     beat_control: bool = False
+    on_inconclusive: Literal["fail", "pass", "warn"] = "fail"
+
+
+class Locked(_Strict):
+    """What a lock adds to a recipe: the device, versions and digests of inputs of the run that wrote it."""
+
+    device: str
+    versions: dict[str, str]
+    inputs: dict[str, str]
 
 
 class Recipe(_Strict):
-    """A pipeline: model → quantize → verify → evaluate → report, in ``output``."""
+    """A pipeline: model → distill → scan → plan → quantize → verify → evaluate → report → gate, in ``output``.
+
+    ``base_model`` is the hub id of ``model`` for the model card, where ``model`` is a copy of it on disk.
+    """
 
     model: str
     revision: str | None = None
+    base_model: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
     output: Path | None = None
@@ -243,6 +299,8 @@ class Recipe(_Strict):
     quantize: QuantizeRecipe = QuantizeRecipe()
     verify: VerifyRecipe = VerifyRecipe()
     evaluate: EvaluateRecipe | None = EvaluateRecipe()
+    gate: GateRecipe = GateRecipe()
+    locked: Locked | None = None
 
 
 def build_recipe(file: Path | None, overrides: dict[str, Any]) -> Recipe:
@@ -280,6 +338,12 @@ def build_recipe(file: Path | None, overrides: dict[str, Any]) -> Recipe:
             option = keys[-1].replace("_", "-") if not keys[-1].isdigit() else keys[-2]
             raise UsageError(f"{option}: {message}") from None
         raise UsageError(f"{file}, line {line_of(text, *keys)}: {dotted}: {message}") from None
+
+
+def build_gate(file: Path | None, overrides: dict[str, Any]) -> GateRecipe:
+    """The gate section of the recipe in ``file`` with ``overrides`` on top; raises UsageError as :func:`build_recipe`."""
+    given = {f"gate.{key}": value for key, value in overrides.items()}
+    return build_recipe(file, given if file is not None else {**given, "model": "unnamed"}).gate
 
 
 def _parse(file: Path) -> tuple[str, dict[str, Any]]:

@@ -102,8 +102,8 @@ def sst2(args: argparse.Namespace) -> str:
         compressor(
             "distill", args.model, "-o", student, "--student", "derive:layers=3", "--task", "classification", *data,
             "--teacher-epochs", args.teacher_epochs, "--augment", args.augment, "--epochs", args.epochs, "--lr", 2e-4, "--batch-size", 32,
-            "--micro-batch", 8, "--alpha", 0.9, "--hidden", 1, "--control", "--dtype", args.dtype, "--device", "cpu", "--min-retention", 0.97,
-            "--evaluate-samples", 872, "--beat-control",
+            "--micro-batch", 8, "--alpha", 0.9, "--hidden", 1, "--control", "--dtype", args.dtype, "--device", "cpu", "--min-accuracy-retention", 0.97,
+            "--evaluate-samples", 872, "--beat-control", "--on-inconclusive", "warn",
         )  # fmt: skip
     if not int8.exists():
         compressor("quantize", student, "-o", int8, "--scheme", "w8a8", "--method", "rtn", "--device", "cpu")

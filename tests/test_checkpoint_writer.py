@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import job, write_checkpoint
 
 from compressor.checkpoint import writer as writer_module
-from compressor.checkpoint.carried_files import carried_files
+from compressor.checkpoint.carried_files import carried_files, carried_name
 from compressor.checkpoint.safetensors_file import write_safetensors
 from compressor.checkpoint.writer import CheckpointWriter
 from compressor.errors import InputRefused, MachineLimit, UsageError
@@ -162,6 +162,35 @@ def test_shards(make_llama: MakeLlama, tmp_path: Path, monkeypatch: pytest.Monke
         many |= load_file(target / shard)
     assert set(one) == set(many)
     assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_a_readme_makes_room_for_the_card_and_none_is_lost() -> None:
+    names = [
+        "README.md",
+        "README.source.md",
+        "README.source.source.md",
+        "docs/README.md",
+        "LICENSE",
+        "README.txt",
+    ]
+    renamed = [str(carried_name(Path(name))) for name in names]
+    assert renamed == [
+        "README.source.md",
+        "README.source.source.md",
+        "README.source.source.source.md",
+        *names[3:],
+    ]
+    assert len(set(renamed)) == len(names)
+
+
+def test_the_report_of_a_distillation_stays_behind(tmp_path: Path) -> None:
+    for name in ("report.json", "report.html", "vocab.txt", "SHA256SUMS", "provenance.json", "logs/events.1"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"tool": {"name": "another"}}')
+    kept = {"report.json", "report.html", "vocab.txt", "logs/events.1"}
+    assert {str(path) for path in carried_files(tmp_path)} == kept, "another tool's files are the model's"
+    (tmp_path / "report.json").write_text('{"tool": {"name": "compressor"}}')
+    assert {str(path) for path in carried_files(tmp_path)} == {"vocab.txt"}
 
 
 def test_carried_files(tmp_path: Path) -> None:

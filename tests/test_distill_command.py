@@ -27,7 +27,7 @@ MakeLlama = Callable[..., Path]
 def no_fresh_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Timing has a test of its own; elsewhere it would only cost time."""
     if "real_latency" not in request.keywords:
-        fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1)
+        fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1, 0.01)
         monkeypatch.setattr(run_module, "measure_latency", lambda *a, **k: fake)
 
 
@@ -78,6 +78,12 @@ def test_a_derived_student_with_its_report(make_llama: MakeLlama, tmp_path: Path
     text = (output / "report.md").read_text()
     assert "control (labels only)" in text
     assert "Learning curve" in text
+    page = (output / "report.html").read_text()
+    assert 'id="curve-' in page
+    assert "control (labels only)" in page
+    assert found.speedup is not None
+    assert found.speedup.low is not None
+    assert found.speedup.low < found.speedup.value == 1
 
 
 def test_cached_equals_live(teacher: Path, tmp_path: Path) -> None:
@@ -263,27 +269,30 @@ def test_a_classifier_is_taught_first_and_then_teaches(
     distill(
         str(base), "-o", str(output), "--student", "derive:layers=1", "--task", "classification", "--data", str(reviews),
         "--header", "text,label", "--teacher-epochs", "6", "--epochs", "6", "--batch-size", "6", "--lr", "3e-3", "--device",
-        "cpu", "--track", "none", "--cache", str(tmp_path / "cache"), "--min-retention", "0.9",
+        "cpu", "--track", "none", "--cache", str(tmp_path / "cache"), "--min-accuracy-retention", "90%",
         "--metric", "macro_f1",
     )  # fmt: skip
     found = read_report(output).distillation
     assert found is not None
     assert found.arms["teacher"].metrics["accuracy"].value == 1
     assert found.arms["teacher"].metrics["macro_f1"].value == 1
-    assert found.retention >= 0.9
-    assert found.gates[0].passed
+    assert found.retention.value >= 0.9
+    gate = read_report(output).gate
+    assert gate is not None
+    assert gate.results[0].outcome == "pass"
     student = BertForSequenceClassification.from_pretrained(output)
     assert student.config.id2label == {0: "0", 1: "1"}
     assert (tmp_path / "student-teacher" / "config.json").exists()
 
 
 def test_a_failed_gate_keeps_the_student(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateFailed, match=r"retention: .* 1\.5000 asked for"):
-        distill(*common(teacher, tmp_path / "s"), "--min-retention", "1.5")
+    with pytest.raises(GateFailed, match=r"min_accuracy_retention: .* at least 150\.0 % is asked for"):
+        distill(*common(teacher, tmp_path / "s"), "--min-accuracy-retention", "1.5")
     report = read_report(tmp_path / "s")
     assert report.distillation is not None
-    assert not report.distillation.gates[0].passed
-    assert "**FAIL**" in (tmp_path / "s" / "report.md").read_text()
+    assert report.gate is not None
+    assert not report.gate.passed
+    assert "**GATE FAILED**" in (tmp_path / "s" / "report.md").read_text()
 
 
 def test_unfinished_work_is_not_thrown_away(

@@ -86,7 +86,7 @@ def test_recovery_is_packed_verified_and_better(
     quantized: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, directory = quantized
-    fake = Latency(1, 1, 1.0, 1.0, 1.0, 1, "cpu", "float32", 1)
+    fake = Latency(1, 1, 1.0, 1.0, 1.0, 1, "cpu", "float32", 1, 0.01)
     monkeypatch.setattr(run_module, "measure_latency", lambda *a, **k: fake)
     output = tmp_path / "recovered"
     command(

@@ -11,8 +11,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+import compressor
 from compressor.errors import InputRefused, UsageError
 from compressor.reports import wording
+from compressor.reports.markdown import render_markdown
 from compressor.reports.schema import (
     Check,
     Coverage,
@@ -31,7 +33,7 @@ from compressor.reports.schema import (
     report_json_schema,
 )
 from compressor.reports.terminal import print_report
-from compressor.reports.write import read_report, render_markdown, report_json, write_report
+from compressor.reports.write import read_report, report_json, write_report
 
 SECTIONS = ("source", "artifact", "coverage", "quantization", "evaluation", "verification")
 
@@ -224,6 +226,13 @@ def test_json_satisfies_the_published_schema() -> None:
             _check_against(schema, broken, schema)
 
 
+def test_the_schema_file_is_that_of_the_models() -> None:
+    file = Path(compressor.__file__).parent / "reports" / "report.schema.json"
+    assert json.loads(file.read_text("utf-8")) == report_json_schema(), (
+        "python -m compressor.reports.schema > compressor/reports/report.schema.json"
+    )
+
+
 def test_unknown_keys_and_non_finite_numbers_are_refused() -> None:
     with pytest.raises(ValidationError, match="extra"):
         Estimate(value=1.0, median=1.0)  # type: ignore[call-arg]
@@ -317,7 +326,7 @@ def test_writing_is_atomic_and_refuses_to_replace(tmp_path: Path, monkeypatch: p
     with pytest.raises(Exception, match="No space left"):
         write_report(full_report(warnings=[]), tmp_path, overwrite=True)
     assert (tmp_path / "report.json").read_text() == before
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
 
 
 def test_reading_a_bad_report_names_file_and_key(tmp_path: Path) -> None:

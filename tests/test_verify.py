@@ -18,6 +18,7 @@ from tiny_checkpoint import write_checkpoint
 from compressor.checkpoint import reload
 from compressor.checkpoint.artifact import Artifact, formats_of
 from compressor.checkpoint.file_checks import Failed, Skipped
+from compressor.checkpoint.release import write_release
 from compressor.checkpoint.sidecar import read_sidecar
 from compressor.checkpoint.verify import Check, verify
 from compressor.errors import MachineLimit, UsageError
@@ -58,6 +59,13 @@ def copy(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "copy"))
 
 
+@pytest.fixture
+def released(copy: Path) -> Path:
+    """The same with model card, provenance and checksums, as ``quantize`` leaves it."""
+    write_release(copy)
+    return copy
+
+
 # --- one wrong thing at a time -----------------------------------------------------------------------
 
 
@@ -89,6 +97,18 @@ def _restate_digest(directory: Path) -> None:
     sidecar = json.loads((directory / "compression.json").read_text())
     sidecar["files"] = {SINGLE: hashlib.sha256((directory / SINGLE).read_bytes()).hexdigest()}
     (directory / "compression.json").write_text(json.dumps(sidecar))
+
+
+def restate_sum(name: str) -> Change:
+    """As if a changed file had been listed so."""
+
+    def apply(directory: Path) -> None:
+        lines = (directory / "SHA256SUMS").read_text().splitlines()
+        digest = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        lines = [f"{digest}  {name}" if line.endswith(f"  {name}") else line for line in lines]
+        (directory / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+    return apply
 
 
 def set_at(name: str, index: tuple[int, ...], value: float) -> Change:
@@ -262,8 +282,25 @@ WRONG: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
-def test_a_sound_checkpoint_passes(sound: Path, source: Path) -> None:
-    checks = verify(sound, source=open_model(str(source)))
+RELEASE_WRONG: dict[str, tuple[Change, str, str]] = {
+    "the card edited": (lambda d: (d / "README.md").write_text("x"), "release", "README.md: its bytes"),
+    "a file that no sum covers": (lambda d: (d / "notes.md").write_text("x"), "release", "notes.md: not in SHA256SUMS"),
+    "a listed file gone": (lambda d: (d / "provenance.json").unlink(), "release", "provenance.json: in SHA256SUMS, but missing"),
+    "sums of a file outside": (
+        lambda d: (d / "SHA256SUMS").write_text("0" * 64 + "  ../x\n"), "release", "SHA256SUMS, line 1"
+    ),
+    "weights and their digest replaced": (
+        edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"] * 2})), "release", "compression.json: its bytes"
+    ),
+    "provenance of other files": (
+        then(edit_json("provenance.json", lambda p: p["subject"][0]["digest"].update(sha256="0" * 64)), restate_sum("provenance.json")),
+        "release", "provenance.json: its digest of README.md",
+    ),
+}  # fmt: skip
+
+
+def test_a_sound_checkpoint_passes(released: Path, source: Path) -> None:
+    checks = verify(released, source=open_model(str(source)))
     assert set(outcome(checks).values()) == {"passed"}
     assert [check.name for check in checks][:3] == ["index", "quantization config", "targets"]
 
@@ -276,6 +313,14 @@ def test_what_is_wrong_is_found(wrong: str, copy: Path, source: Path) -> None:
     assert name in found, found
     assert words in found[name]
     assert not any("could not be checked" in detail for detail in found.values()), found
+
+
+@pytest.mark.parametrize("wrong", RELEASE_WRONG)
+def test_a_release_is_what_its_sums_say(wrong: str, released: Path, source: Path) -> None:
+    change, name, words = RELEASE_WRONG[wrong]
+    change(released)
+    found = failed(verify(released, source=open_model(str(source))))
+    assert words in found[name]
 
 
 def test_shards_are_as_good_as_one_file(copy: Path, source: Path) -> None:
@@ -322,7 +367,8 @@ def test_without_sidecar_and_source(copy: Path) -> None:
     checks = verify(copy, source=None)
     assert not failed(checks)
     skipped = {check.name: check.detail for check in checks if check.detail.startswith("skipped")}
-    assert skipped == dict.fromkeys(("plan", "size", "digests"), "skipped: no compression.json")
+    without = dict.fromkeys(("plan", "size", "digests"), "skipped: no compression.json")
+    assert skipped == {**without, "release": "skipped: no SHA256SUMS"}
 
 
 def test_what_other_tools_write(copy: Path, source: Path) -> None:
@@ -598,7 +644,7 @@ def test_the_command(
     printed = capsys.readouterr()
     assert "kept tensors" in printed.out
     assert (
-        "1 of 16 checks failed, first kept tensors: model.norm.weight: differs from the source" in printed.err
+        "1 of 17 checks failed, first kept tensors: model.norm.weight: differs from the source" in printed.err
     )
 
     assert command(monkeypatch, copy / "nothing") == 5

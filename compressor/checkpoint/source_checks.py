@@ -5,12 +5,11 @@ Each returns what it found in one line, or raises Failed or Skipped with one.
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
 from compressor.checkpoint.artifact import Artifact
-from compressor.checkpoint.carried_files import carried_files
+from compressor.checkpoint.carried_files import carried_files, carried_name
 from compressor.checkpoint.coverage import coverage
 from compressor.checkpoint.file_checks import Failed, decoded, plan_of
 from compressor.checkpoint.safetensors_file import read_range
@@ -137,17 +136,13 @@ def check_files(pair: Pair) -> str:
     but for text that no loader reads and the report of a recovery with its logs."""
     expected = carried_files(pair.source.path)
     for path in expected:
-        copy = pair.artifact.path / path
+        copy = pair.artifact.path / carried_name(path)
         if not copy.is_file():
             raise Failed(f"{path}: in the source, but not in the checkpoint")
         if file_sha256(copy) != file_sha256(pair.source.path / path):
             raise Failed(f"{path}: differs from the source's")
-    extra = sorted(set(carried_files(pair.artifact.path)) - set(expected))
-    extra = [
-        path
-        for path in extra
-        if path.suffix != ".md" and path != Path("report.json") and path.parts[0] != "logs"
-    ]
+    extra = sorted(set(carried_files(pair.artifact.path)) - {carried_name(path) for path in expected})
+    extra = [path for path in extra if path.suffix != ".md"]
     if extra:
         raise Failed(f"{extra[0]}: in the checkpoint, but not in the source")
     return f"{len(expected)} files identical"

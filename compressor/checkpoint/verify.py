@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from compressor.checkpoint import file_checks, reload, serve, source_checks
+from compressor.checkpoint import file_checks, release, reload, serve, source_checks
 from compressor.checkpoint.artifact import Artifact, formats_of, read_json_config
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.reload import Reload
@@ -83,6 +83,7 @@ _FILE_CHECKS: dict[str, Callable[[Artifact], str]] = {
     "fused layers": file_checks.check_fused,
     "size": file_checks.check_size,
     "digests": file_checks.check_digests,
+    "release": release.check_release,
 }
 _SOURCE_CHECKS: dict[str, Callable[[Pair], str]] = {
     "source": source_checks.check_source,

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from compressor.checkpoint.carried_files import carried_files
+from compressor.checkpoint.carried_files import carried_files, carried_name
 from compressor.checkpoint.safetensors_file import write_safetensors
 from compressor.checkpoint.sidecar import SIDECAR
 from compressor.console import note
@@ -134,7 +134,7 @@ class CheckpointWriter:
 
         Its tensors are the finished blocks' and the source's, less those named in ``replaced``, in shards of
         at most 5 GB. ``config`` becomes ``config.json`` and ``sidecar``, with the shards' hashes as ``files``,
-        ``compression.json``; the source's other files are copied.
+        ``compression.json``; the source's other files are copied, its README as ``README.source.md``.
         """
         refuse_source(self.target, source)
         tensors = {name: entry for name, entry in source.tensors.items() if name not in replaced}
@@ -149,7 +149,7 @@ class CheckpointWriter:
             self._built.mkdir()
             digests = _write_shards(self._built, tensors)
             for path in carried_files(source.path):
-                copy = self._built / path
+                copy = self._built / carried_name(path)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(source.path / path, copy)
                 _sync_file(copy)

@@ -319,10 +319,10 @@ def distill(
             rich_help_panel=_CHECK,
         ),
     ] = False,
-    min_retention: Annotated[
-        float | None,
+    min_accuracy_retention: Annotated[
+        str | None,
         typer.Option(
-            help="Fail (exit 3) below this share of the teacher's metric.",
+            help="Fail (exit 3) below this share of the teacher's metric, as 0.97 or 97%.",
             rich_help_panel=_CHECK,
             show_default=False,
         ),
@@ -333,6 +333,14 @@ def distill(
             "--beat-control", help="Fail (exit 3) unless better than the control.", rich_help_panel=_CHECK
         ),
     ] = False,
+    on_inconclusive: Annotated[
+        str | None,
+        typer.Option(
+            help="When a threshold lies inside the 95 % interval: fail (default), pass or warn.",
+            rich_help_panel=_CHECK,
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_RUN, show_default=False),
@@ -385,7 +393,7 @@ def distill(
 ) -> None:
     """Teach a student what a teacher knows, and measure whether it was worth it.
 
-    The output is an ordinary checkpoint with report.json and report.md: teacher, student before and after,
+    The output is an ordinary checkpoint with report.html, .md and .json: teacher, student before and after,
     and with --control the same student without a teacher, on the same data with intervals. A killed run
     goes on where it stopped when the same command is given again. Under accelerate launch or torchrun it
     uses all processes.
@@ -395,6 +403,7 @@ def distill(
     from compressor.distillation.run import capture_only, prepare
     from compressor.pipelines.distill import run_distill
     from compressor.recipes import build_recipe
+    from compressor.reports.gates import check_measured, of_distillation, raise_if_failed
     from compressor.reports.terminal import print_report
     from compressor.reports.write import read_report, report_json
 
@@ -406,7 +415,6 @@ def distill(
         "epochs": epochs, "time_budget": time_budget, "batch_size": batch_size, "micro_batch": micro_batch,
         "learning_rate": learning_rate, "schedule": schedule, "optimizer": optimizer, "dtype": dtype,
         "dropout": dropout or None, "save_every": save_every, "metrics": metric or None, "track": track, "control": control or None,
-        "min_retention": min_retention, "beat_control": beat_control or None,
         "data.train": data, "data.evaluate": evaluate_data, "data.test": test_data, "data.samples": samples,
         "data.length": length, "data.augment": augment, "data.evaluate_samples": evaluate_samples, "data.test_samples": test_samples, "data.header": None if header is None else header.split(","),
     }  # fmt: skip
@@ -418,6 +426,8 @@ def distill(
             values[f"data.{name}_split" if option == "split" else f"data.columns.{name}"] = value
     overrides: dict[str, Any] = {f"distill.{key}": value for key, value in values.items()}
     overrides |= {
+        "gate.min_accuracy_retention": min_accuracy_retention, "gate.beat_control": beat_control or None,
+        "gate.on_inconclusive": on_inconclusive,
         "model": teacher, "output": output, "device": device, "seed": seed, "revision": revision,
         "trust_remote_code": trust_remote_code or None, "allow_pickle": allow_pickle or None,
     }  # fmt: skip
@@ -429,6 +439,7 @@ def distill(
     if resolved.output is None and not cache_only:
         raise UsageError("--output: name the directory for the student")
 
+    check_measured(resolved.model_copy(update={"gate": of_distillation(resolved.gate)}))
     job = prepare(resolved, None if cache_only else resolved.output, overwrite=overwrite)
     if dry_run:
         schedule_text = (
@@ -446,7 +457,7 @@ def distill(
         out.print(f"cache: {job.settings.cache}, {size:,} bytes", markup=False, highlight=False)
         return
     assert resolved.output is not None
-    run_distill(job, resolved.output, overwrite=overwrite, started=started)
+    gate = run_distill(job, resolved.output, overwrite=overwrite, started=started)
     if not PartialState().is_main_process:
         return
     report = read_report(resolved.output)
@@ -455,3 +466,4 @@ def distill(
     else:
         print_report(report)
     note(f"student: {resolved.output}")
+    raise_if_failed(gate, f"{resolved.output}: the student is kept, see its report.md")

@@ -76,6 +76,14 @@ def evaluate(
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Tokens in a sequence.", rich_help_panel=_DATA)
     ] = 512,
+    generations: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Sequences that both models also continue greedily, to be read side by side.",
+            rich_help_panel=_DATA,
+        ),
+    ] = 3,
     batch_size: Annotated[
         int,
         typer.Option(
@@ -100,7 +108,7 @@ def evaluate(
         typer.Option(
             "--output",
             "-o",
-            help="Directory for report.json and report.md.",
+            help="Directory for report.html, report.md and report.json.",
             rich_help_panel=_OUTPUT,
             show_default=False,
         ),
@@ -154,6 +162,7 @@ def evaluate(
         device=device,
         dtype=dtype,
         seed=seed,
+        generations=generations,
     )
     preparation = prepare(original, checkpoint, settings)
     for warning in preparation.warnings:

@@ -185,6 +185,14 @@ def quantize(
             help="Python with vllm, for --verify-engine vllm.", show_default=False, rich_help_panel=_RUN
         ),
     ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id of the original, for the model card, where it came from disk.",
+            show_default=False,
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="auto (default), cpu, cuda, cuda:N.", show_default=False, rich_help_panel=_RUN),
@@ -228,6 +236,7 @@ def quantize(
             "model": model,
             "output": output,
             "revision": revision,
+            "base_model": base_model,
             "trust_remote_code": trust_remote_code or None,
             "allow_pickle": allow_pickle or None,
             "seed": seed,

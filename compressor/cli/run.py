@@ -22,27 +22,38 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Seed, instead of the recipe's.", show_default=False)
     ] = None,
+    from_step: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Do this step and all after it again: distill, scan, plan, quantize, evaluate or report.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's results.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Run a recipe: quantize, verify, evaluate against the original, report.
+    """Run a recipe: distill, scan, plan, quantize, verify, evaluate against the original, report, gate.
 
-    The run directory gets checkpoint/, report.json and report.md. A run that was interrupted goes on
-    where it stopped.
+    The run directory gets checkpoint/, report.html, .md and .json, and recipe.lock.yaml, which repeats the run. One
+    that was interrupted goes on where it stopped; of one that is repeated with changes, what they touch is
+    done again.
     """
     from compressor.pipelines.run import run_recipe
     from compressor.recipes import build_recipe
+    from compressor.reports.gates import raise_if_failed
     from compressor.reports.terminal import print_report
 
     resolved = build_recipe(recipe, {"output": output, "model": model, "device": device, "seed": seed})
-    report = run_recipe(resolved, command="run", overwrite=overwrite, dry_run=dry_run)
+    report = run_recipe(resolved, command="run", overwrite=overwrite, dry_run=dry_run, from_step=from_step)
     if report is None:
         note("dry run: everything that can be checked beforehand is in order")
         return
     if as_json:
         print(json.dumps(report.model_dump(mode="json"), indent=2))
-        return
-    print_report(report)
-    out.print(f"checkpoint: {resolved.output}/checkpoint", markup=False, highlight=False)
-    out.print(f"report:     {resolved.output}/report.md", markup=False, highlight=False)
+    else:
+        print_report(report)
+        out.print(f"checkpoint: {resolved.output}/checkpoint", markup=False, highlight=False)
+        out.print(f"report:     {resolved.output}/report.html", markup=False, highlight=False)
+    raise_if_failed(report.gate, f"{resolved.output}: the checkpoint is kept, see report.html")

@@ -289,6 +289,22 @@ def value(task: TaskName, columns: Columns, name: str | None = None) -> float:
 
 def difference(task: TaskName, first: Columns, second: Columns, name: str, *, seed: int) -> Estimate:
     """second − first in a metric, from paired resamples of the same examples."""
+    return _paired(task, first, second, name, lambda a, b: b - a, seed)
+
+
+def quotient(task: TaskName, first: Columns, second: Columns, name: str, *, seed: int) -> Estimate:
+    """second ÷ first in a metric, from paired resamples of the same examples."""
+    return _paired(task, first, second, name, lambda a, b: b / a, seed)
+
+
+def _paired(
+    task: TaskName,
+    first: Columns,
+    second: Columns,
+    name: str,
+    compare: Callable[[Floats, Floats], Floats],
+    seed: int,
+) -> Estimate:
     both = {f"a.{k}": v for k, v in first.items()} | {f"b.{k}": v for k, v in second.items()}
     sums = resample_sums(both, resamples=RESAMPLES, seed=seed)
     of = (METRICS[task] | AGAINST_TEACHER)[name].of
@@ -296,7 +312,7 @@ def difference(task: TaskName, first: Columns, second: Columns, name: str, *, se
     def part(s: Mapping[str, Floats], prefix: str) -> dict[str, Floats]:
         return {k.removeprefix(prefix): v for k, v in s.items() if k.startswith(prefix)}
 
-    return estimate(lambda s: of(part(s, "b.")) - of(part(s, "a.")), both, sums)
+    return estimate(lambda s: compare(of(part(s, "a.")), of(part(s, "b."))), both, sums)
 
 
 def better(task: TaskName, name: str | None = None) -> Callable[[float, float], bool]:

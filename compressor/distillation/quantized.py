@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compressor.checkpoint.artifact import Artifact, formats_of, read_json_config
+from compressor.checkpoint.card import CARD
 from compressor.checkpoint.carried_files import carried_files
 from compressor.checkpoint.compressed_tensors import decode, encode
+from compressor.checkpoint.release import write_release
 from compressor.checkpoint.safetensors_file import write_safetensors
 from compressor.checkpoint.sidecar import SIDECAR, read_sidecar
 from compressor.checkpoint.verify import verify
@@ -173,7 +175,10 @@ def save_quantized(model: Any, directory: Path, student: QuantizedStudent, note:
         digests[file.name] = write_safetensors(
             directory / file.name, {n: trained.get(n, e) for n, e in entries.items()}
         )
+    own_card = student.artifact.sidecar is not None  # what it says of the checkpoint is no longer true
     for path in carried_files(source):
+        if own_card and str(path) == CARD:
+            continue
         (directory / path).parent.mkdir(exist_ok=True, parents=True)
         shutil.copyfile(source / path, directory / path)
     for name in ("config.json", INDEX):
@@ -188,6 +193,7 @@ def save_quantized(model: Any, directory: Path, student: QuantizedStudent, note:
         )  # fmt: skip
         text = json.dumps(changed.model_dump(mode="json"), indent=2, ensure_ascii=False)
         (directory / SIDECAR).write_text(text + "\n", "utf-8")
+        write_release(directory)
 
 
 def check_saved(directory: Path, original: Source) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a distillation found out, as the report's section, and the gates on it."""
+"""What a distillation found out, as the report's section."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from compressor.distillation.fused import Objective
-from compressor.distillation.latency import Latency
+from compressor.distillation.latency import Latency, speedup
 from compressor.distillation.loop import Progress, Training
-from compressor.distillation.measure import METRICS, Columns, Measured, difference, primary
+from compressor.distillation.measure import METRICS, Columns, Measured, difference, primary, quotient
 from compressor.distillation.tasks import LANGUAGE_MODELS, Examples, TaskName
 from compressor.evaluation.bootstrap import Estimate as Interval
 from compressor.recipes import DistillRecipe
 from compressor.reports.schema import (
-    Check,
     Distillation,
     DistillationArm,
     DistillationData,
@@ -52,12 +51,12 @@ class Distilled:
         return self.arms[arm].measured.metrics[primary(self.task)].value
 
     @property
-    def retention(self) -> float:
-        """How much of the teacher's metric the student has; inverted for metrics where less is better."""
-        teacher, student = self.metric("teacher"), self.metric("after")
+    def retention(self) -> Interval:
+        """How much of the teacher's metric the student has, paired; inverted for metrics where less is better."""
+        a, b = self._columns("teacher"), self._columns("after")
         if METRICS[self.task][primary(self.task)].better == "lower":
-            teacher, student = student, teacher
-        return student / teacher if teacher else float("nan")
+            a, b = b, a
+        return quotient(self.task, a, b, primary(self.task), seed=self.seed)
 
     @property
     def recovery(self) -> float | None:
@@ -70,10 +69,10 @@ class Distilled:
         return (after - before) / lost if worse_before else None
 
     @property
-    def speedup(self) -> float | None:
-        """Items a second of the student ÷ the teacher's."""
+    def speedup(self) -> Interval | None:
+        """Items a second of the student ÷ the teacher's, with an interval from the standard errors of both."""
         teacher, student = self.arms["teacher"].latency, self.arms["after"].latency
-        return student.items_per_second / teacher.items_per_second if teacher and student else None
+        return speedup(teacher, student) if teacher and student else None
 
     def gain(self, over: str) -> Interval:
         """after − ``over`` in the primary metric, paired; turned so that more is better."""
@@ -114,7 +113,7 @@ def chosen_by(task: TaskName, settings: DistillRecipe, objective: Objective) -> 
 
 
 def report_section(distilled: Distilled, settings: DistillRecipe) -> Distillation:
-    """The section of the report, with the gates that ``settings`` ask for."""
+    """The section of the report."""
     name = primary(distilled.task)
     gain = None if distilled.control is None else _estimate(distilled.gain("control"))
     return Distillation(
@@ -123,9 +122,9 @@ def report_section(distilled: Distilled, settings: DistillRecipe) -> Distillatio
         better=METRICS[distilled.task][name].better,
         loss=describe(distilled, settings),
         arms={arm: _arm(content) for arm, content in distilled.arms.items()},
-        retention=distilled.retention,
+        retention=_known(distilled.retention),
         recovery=distilled.recovery,
-        speedup=distilled.speedup,
+        speedup=None if distilled.speedup is None else _estimate(distilled.speedup),
         gain_over_control=gain,
         steps=distilled.progress.step,
         best_step=distilled.progress.best_step,
@@ -138,22 +137,7 @@ def report_section(distilled: Distilled, settings: DistillRecipe) -> Distillatio
             part: DistillationData(source=e.source, examples=len(e), truncated=e.truncated, sha256=e.sha256)
             for part, e in zip(("training", "evaluation", "test"), distilled.sources, strict=True)
         },
-        gates=gates(distilled, settings),
     )
-
-
-def gates(distilled: Distilled, settings: DistillRecipe) -> list[Check]:
-    """The checks that were asked for."""
-    checks = []
-    if settings.min_retention is not None:
-        text = f"{distilled.retention:.4f} of the teacher's {primary(distilled.task)}, {settings.min_retention:.4f} asked for"
-        checks.append(
-            Check(name="retention", passed=distilled.retention >= settings.min_retention, detail=text)
-        )
-    if settings.beat_control:
-        gain = distilled.gain("control").value
-        checks.append(Check(name="control", passed=gain > 0, detail=f"{gain:+.4f} against the control"))
-    return checks
 
 
 def describe(distilled: Distilled, settings: DistillRecipe) -> str:
@@ -186,6 +170,10 @@ def _arm(arm: Arm) -> DistillationArm:
 def _estimate(interval: Interval) -> Estimate:
     ends = [x if x is not None and np.isfinite(x) else None for x in (interval.low, interval.high)]
     return Estimate(value=interval.value, low=ends[0], high=ends[1])
+
+
+def _known(interval: Interval) -> Estimate | None:
+    return _estimate(interval) if np.isfinite(interval.value) else None
 
 
 def _curve(progress: Progress) -> list[DistillationPoint]:

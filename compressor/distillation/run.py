@@ -61,7 +61,7 @@ from compressor.distillation.tasks import (
     task_of,
 )
 from compressor.distillation.teacher import LiveTeacher, mass_outside, teacher_dtype
-from compressor.errors import GateFailed, InputRefused, UsageError
+from compressor.errors import InputRefused, UsageError
 from compressor.evaluation.bootstrap import Estimate
 from compressor.evaluation.prepare import resolve_device, resolve_dtype
 from compressor.recipes import DistillRecipe, Recipe
@@ -144,8 +144,6 @@ def prepare(recipe: Recipe, output: Path | None, *, overwrite: bool) -> Job:
         parse_kind(settings.cache_targets, task)
         if settings.hidden or settings.relations:
             raise UsageError("--hidden and --relations need the live teacher: leave out --cache")
-    if settings.beat_control and not settings.control:
-        raise UsageError("--beat-control needs --control")
     if (settings.hidden or settings.relations) and teacher.config.get("is_encoder_decoder"):
         raise UsageError(
             "--hidden and --relations are for models with one stack of layers, not encoder-decoders"
@@ -262,10 +260,7 @@ Write = Callable[[Distillation, list[str], Path], None]
 
 
 def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) -> Distillation:
-    """Do it. Leaves a plain checkpoint at ``output``, with what ``write`` put there.
-
-    Raises GateFailed when a gate that was asked for is not met; the student and its report are there then.
-    """
+    """Do it. Leaves a plain checkpoint at ``output``, with what ``write`` put there."""
     warnings = list(job.warnings)
     accelerator = _accelerator(job, output.with_name(f".{output.name}.partial") / "output" / "logs")
     main = accelerator.is_main_process
@@ -296,11 +291,6 @@ def distill(job: Job, output: Path, *, overwrite: bool = False, write: Write) ->
             run.publish()
         accelerator.wait_for_everyone()
     accelerator.end_training()  # closes trackers, and the process group
-    failed = [check for check in section.gates if not check.passed]
-    if failed:
-        raise GateFailed(
-            f"{output}: {'; '.join(f'{c.name}: {c.detail}' for c in failed)}: the student is kept, see its report.md"
-        )
     return section
 
 
@@ -382,9 +372,7 @@ def _augmented(
 
 
 def _fingerprint(job: Job) -> dict[str, Any]:
-    settings = job.settings.model_dump(
-        mode="json", exclude={"save_every", "cache", "track", "metrics", "min_retention", "beat_control"}
-    )
+    settings = job.settings.model_dump(mode="json", exclude={"save_every", "cache", "track", "metrics"})
     return {
         **settings,
         "teacher": {file.name: file_sha256(file) for file in job.teacher.weight_files},

@@ -72,7 +72,7 @@ def estimate(
     """
     n = len(next(iter(columns.values())))
     totals = {name: np.asarray([column.sum()], dtype=np.float64) for name, column in columns.items()}
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         value = float(statistic(totals)[0])
         if n < 2:
             return Estimate(value, None, None)

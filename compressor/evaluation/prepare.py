@@ -18,7 +18,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class Settings:
     """What to evaluate on and how. ``samples`` sequences of ``sequence_length`` tokens; ``packing`` is
-    concat, rows or auto; ``device`` may be auto and ``dtype`` too (the baseline's own)."""
+    concat, rows or auto; ``device`` may be auto and ``dtype`` too (the baseline's own). ``generations`` sequences of a
+    causal language model are also continued."""
 
     data: str = "builtin:test"
     column: str | None = None
@@ -30,6 +31,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0
+    generations: int = 3
 
 
 @dataclass(frozen=True)

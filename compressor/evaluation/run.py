@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from compressor.evaluation.bootstrap import CONFIDENCE
+from compressor.evaluation.continuations import Generation, continuations
 from compressor.evaluation.embedding import evaluate_embeddings
 from compressor.evaluation.load import Task, load_for_evaluation
 from compressor.evaluation.metrics import RESAMPLES, Metric, embedding_metrics, language_model_metrics
 from compressor.evaluation.pair import evaluate_pair
 from compressor.evaluation.prepare import Preparation
-from compressor.sources.model import Source
+from compressor.sources.model import Source, load_tokenizer
 from compressor.sources.text import DataReport
 
 _FEW = 8  # sequences
@@ -42,6 +43,7 @@ class EvaluationResult:
     seed: int
     seconds: float
     notes: tuple[str, ...]
+    generations: tuple[Generation, ...] = ()
 
 
 def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
@@ -78,6 +80,16 @@ def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
             targets=preparation.targets,
         )
         metrics, scored = language_model_metrics(scores, seed=settings.seed), int(scores.count.sum())
+    generations: tuple[Generation, ...] = ()
+    if preparation.task == "causal-lm" and settings.generations:
+        generations = continuations(
+            baseline,
+            compressed,
+            tokens,
+            load_tokenizer(preparation.compressed),
+            count=settings.generations,
+            device=preparation.device,
+        )
     notes = []
     if preparation.task != "embedding" and "perplexity" not in metrics:
         notes.append("perplexity overflows and is left out: see the negative log-likelihood")
@@ -103,4 +115,5 @@ def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
         seed=settings.seed,
         seconds=time.monotonic() - start,
         notes=tuple(notes),
+        generations=generations,
     )

@@ -19,6 +19,7 @@ from compressor import __version__
 from compressor.calibration.block import calibrate_block
 from compressor.calibration.stream import Stream, advance, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
+from compressor.checkpoint.release import write_release
 from compressor.checkpoint.verify import Check, verify
 from compressor.checkpoint.writer import CheckpointWriter, begun_with, refuse_source
 from compressor.console import note, steps, warn
@@ -82,6 +83,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
         config["quantization_config"] = quantization_config(job.plan, job.graph)
         replaced = {job.skeleton.stored[f"{name}.weight"].name for name in job.plan.quantized()}
         built = writer.finish(job.source, config, sidecar, replaced)
+        write_release(built, base_model=recipe.base_model)
         peak = _peak_memory()
         note("verifying")
         checks = verify(
@@ -350,6 +352,10 @@ def _sidecar(
 ) -> dict[str, Any]:
     """``compression.json``: all that made this checkpoint, and nothing that differs between two equal runs."""
     settings = recipe.quantize.model_dump(mode="json")
+    if recipe.quantize.plan is not None:
+        settings["plan"] = (
+            recipe.quantize.plan.name
+        )  # where it lay is no part of the result; its content is below
     return {
         "schema_version": 1,
         "tool": {"name": "compressor", "version": __version__},

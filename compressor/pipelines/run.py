@@ -1,16 +1,25 @@
-"""The whole pipeline of a recipe: quantize and verify, evaluate against the original, report.
+"""The whole pipeline of a recipe: distill, scan, plan, quantize and verify, evaluate, report and hold it to the gate.
 
-The run directory holds ``checkpoint/``, ``report.json`` and ``report.md``, and ``run.json`` with the
-fingerprint that the checkpoint was made from: a second run of the same recipe takes up where the first
-one stopped, a run of a changed recipe is refused without ``--overwrite``.
+The run directory gets::
+
+    recipe.lock.yaml        every value of the recipe, versions, digests of the inputs
+    run.json                what each step was made from, and what it found (see ``record``)
+    student/                with ``distill``: the student and its own report
+    sensitivity.json, .svg  with ``plan``: the scan
+    plan.yaml               the plan; when it is edited, quantization and what follows are done again with it
+    checkpoint/             the verified checkpoint with model card, provenance and checksums
+    report.json, .md, .html
+
+A killed run goes on where it stopped; of a run that is repeated with changes, what they touch is done again.
 """
 
 import hashlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
+from compressor.checkpoint.release import write_release
+from compressor.checkpoint.sidecar import read_sidecar
 from compressor.checkpoint.verify import Check as CheckResult
 from compressor.console import note, warn
 from compressor.distillation.run import prepare as prepare_distillation
@@ -20,11 +29,22 @@ from compressor.evaluation.prepare import Settings
 from compressor.evaluation.prepare import prepare as prepare_evaluation
 from compressor.evaluation.run import evaluate_checkpoint
 from compressor.pipelines.distill import run_distill
-from compressor.pipelines.job import Job, prepare
-from compressor.pipelines.mixed import with_plan
+from compressor.pipelines.job import Job, choose_device, prepare
+from compressor.pipelines.lock import (
+    check_locked,
+    data_digest,
+    inputs,
+    model_digest,
+    open_recipe_model,
+    versions,
+    write_lock,
+)
+from compressor.pipelines.mixed import check_mixed, make_and_write_plan, scan_and_write, scan_section
 from compressor.pipelines.provenance import tool_section
 from compressor.pipelines.quantize import Quantized, quantize
-from compressor.recipes import EvaluateRecipe, Recipe
+from compressor.pipelines.record import STEPS, RunRecord
+from compressor.recipes import EvaluateRecipe, Recipe, ScanRecipe
+from compressor.reports.gates import check_gate, check_measured, of_distillation, raise_if_failed
 from compressor.reports.schema import (
     Check,
     Coverage,
@@ -33,100 +53,289 @@ from compressor.reports.schema import (
     Evaluation,
     Layer,
     Model,
+    Planning,
     Quantization,
     Report,
+    Scan,
     Verification,
 )
-from compressor.reports.write import read_report, write_report
+from compressor.reports.write import REPORT_JSON, read_report, write_report
+from compressor.sensitivity.schema import read_sensitivity
 from compressor.sources.model import open_model
+from compressor.sources.tensors import file_sha256
 from compressor.sources.text import read_rows
-
-_RESULT = "run.json"
 
 
 def run_recipe(
-    recipe: Recipe, *, command: str, overwrite: bool = False, dry_run: bool = False
+    recipe: Recipe,
+    *,
+    command: str,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    from_step: str | None = None,
 ) -> Report | None:
-    """Run every step of ``recipe`` in its output directory. Returns the report, or None for a dry run."""
+    """Run every step of ``recipe`` in its output directory that is not done. Returns the report, or None for a dry run.
+
+    ``from_step`` is done again with all that follow it. The report's gate may have failed: that is for the caller to
+    raise. Raises GateFailed only for a student that is not worth going on with.
+    """
     started = time.monotonic()
     if recipe.output is None:
         raise UsageError("output: is needed: name the run directory in the recipe or with --output")
+    if from_step is not None and from_step not in _steps_of(recipe):
+        raise UsageError(f"--from {from_step}: the steps of this recipe are {', '.join(_steps_of(recipe))}")
+    check_measured(recipe)
+    check_mixed(recipe)
+    # Data of the last steps is checked before the first one starts.
     if recipe.evaluate is not None:
-        # Data of the last step is checked before the first one starts.
         read_rows(recipe.evaluate.data, column=recipe.evaluate.column, split=recipe.evaluate.split)
-    output = recipe.output
-    checkpoint = output / "checkpoint"
-    distillation = None
-    if recipe.distill is not None:
-        if dry_run:
-            prepare_distillation(recipe, output / "student", overwrite=True)
-            return None  # what follows can only be checked on the student
-        recipe, distillation = _distilled(recipe, output, overwrite=overwrite, started=started)
-    asked = recipe
-    if recipe.scan is not None and recipe.plan is None:
-        raise UsageError("scan: serves nothing without a plan: give plan.budget, or drop scan")
-    if recipe.plan is not None:
-        recipe = with_plan(recipe, output, overwrite=overwrite, dry_run=dry_run)
+    if recipe.quantize.method != "rtn":
+        calibration = recipe.quantize.calibration
+        read_rows(calibration.data, column=calibration.column, split=calibration.split)
     if dry_run:
-        prepare(recipe)
+        _check_only(recipe)
         return None
-    facts = _facts_of_finished(recipe, checkpoint, overwrite)
-    if facts is None:
-        done = quantize(recipe, checkpoint, overwrite=overwrite)
-        facts = _facts(recipe, done)
-        (output / _RESULT).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+    _check_evaluation_length(recipe)
+    found = inputs(recipe)
+    if recipe.locked is not None:
+        check_locked(recipe.locked, found)
+    device = str(choose_device(recipe.device))
+    run = _Run(recipe, RunRecord(recipe.output, overwrite=overwrite), found, device, started)
+    if from_step is not None:
+        run.record.forget_from(from_step)
+    write_lock(recipe, found, device, recipe.output)
+    return run.all(command)
+
+
+def _steps_of(recipe: Recipe) -> list[str]:
+    given = {"distill": recipe.distill, "scan": recipe.plan, "plan": recipe.plan, "evaluate": recipe.evaluate}
+    return [step for step in STEPS if given.get(step, True) is not None]
+
+
+def _check_evaluation_length(recipe: Recipe) -> None:
+    """Raise UsageError, before any work, when the model takes no sequences as long as the evaluation's."""
+    config = open_recipe_model(recipe).config
+    longest = (config.get("text_config") or config).get("max_position_embeddings")
+    if recipe.evaluate is not None and longest is not None and recipe.evaluate.sequence_length > longest:
+        raise UsageError(
+            f"evaluate.sequence_length: {recipe.evaluate.sequence_length} is more than the model's "
+            f"max_position_embeddings {longest}"
+        )
+
+
+def _check_only(recipe: Recipe) -> None:
+    assert recipe.output is not None
+    if recipe.distill is not None:
+        prepare_distillation(recipe, recipe.output / "student", overwrite=True)
+    elif recipe.plan is not None:
+        scan_and_write(recipe, recipe.output, dry_run=True)
     else:
-        note(f"{checkpoint}: already quantized and verified by this recipe; going on from there")
-
-    source = open_model(
-        recipe.model,
-        revision=recipe.revision,
-        trust_remote_code=recipe.trust_remote_code,
-        allow_pickle=recipe.allow_pickle,
-    )
-    artifact = open_model(str(checkpoint), trust_remote_code=recipe.trust_remote_code, allow_quantized=True)
-    evaluation = None
-    warnings = list(facts["warnings"])
-    device = recipe.device
-    if recipe.evaluate is not None:
-        preparation = prepare_evaluation(source, artifact, _evaluation_settings(recipe, recipe.evaluate))
-        for message in preparation.warnings:
-            warn(message)
-        warnings += preparation.warnings
-        device = preparation.device
-        evaluation = Evaluation.of(evaluate_checkpoint(preparation))
-    report = Report(
-        tool=tool_section(
-            command, asked.model_dump(mode="json"), seed=recipe.seed, device=device, started=started
-        ),
-        source=Model.of(model_facts(source)),
-        artifact=Model.of(model_facts(artifact)),
-        distillation=distillation,
-        coverage=Coverage.model_validate(facts["coverage"]),
-        quantization=Quantization.model_validate(facts["quantization"]),
-        evaluation=evaluation,
-        verification=Verification.model_validate(facts["verification"]),
-        warnings=warnings,
-    )
-    write_report(report, output, overwrite=True)
-    return report
+        prepare(recipe)  # what follows a distillation can only be checked on the student
 
 
-def _distilled(
-    recipe: Recipe, output: Path, *, overwrite: bool, started: float
-) -> tuple[Recipe, Distillation | None]:
-    """The rest of the recipe with the student in the model's place, and the report's section about it."""
-    student = output / "student"
-    if overwrite or not student.exists():
-        job = prepare_distillation(recipe, student, overwrite=overwrite)
-        run_distill(job, student, overwrite=overwrite, started=started)
-    else:
-        note(f"{student}: already distilled; going on from there")
-    made = read_report(student)
-    if made.tool.arguments.get("distill") != json.loads(recipe.model_dump_json())["distill"]:
-        raise UsageError(f"{student}: distilled by another recipe: choose another output or pass --overwrite")
-    rest = recipe.model_copy(update={"model": str(student), "revision": None, "distill": None})
-    return rest, made.distillation
+class _Run:
+    """One run: each method is a step, which is skipped when the record says that it is done."""
+
+    def __init__(
+        self, recipe: Recipe, record: RunRecord, found: dict[str, str], device: str, started: float
+    ) -> None:
+        assert recipe.output is not None
+        self.asked = self.recipe = recipe  # the second changes as steps resolve it
+        self.record = record
+        self.output = recipe.output
+        self.started = started
+        self._inputs = found
+        self._model = found["model"]
+        self._common = {"versions": versions(), "device": device, "seed": recipe.seed}
+
+    def all(self, command: str) -> Report:
+        distillation = self.distill() if self.recipe.distill is not None else None
+        planning = None
+        if self.recipe.plan is not None:
+            self.scan()
+            planning = self.plan()
+        quantized = self.quantize()
+        evaluated = self.evaluate() if self.recipe.evaluate is not None else None
+        return self.report(command, distillation, planning, quantized, evaluated)
+
+    def distill(self) -> Distillation | None:
+        """The student takes the model's place in the rest of the recipe. Raises GateFailed."""
+        recipe, student = self.recipe, self.output / "student"
+        assert recipe.distill is not None
+        settings = recipe.distill.model_dump(mode="json", exclude={"save_every", "cache", "track"})
+        made_from = self._made_from("distill", "model", distill=settings)
+        if not self.record.done("distill", made_from, student):
+            if not self.record.published("distill", made_from, student):
+                overwrite = self.record.start("distill", made_from, student)
+                job = prepare_distillation(recipe, student, overwrite=overwrite)
+                run_distill(job, student, overwrite=overwrite, started=self.started)
+            self.record.finish("distill", {})
+        made = read_report(student)
+        gate = check_gate(made, of_distillation(recipe.gate))
+        raise_if_failed(gate, f"{student}: the student is kept, see its report.md")
+        self.recipe = recipe.model_copy(update={"model": str(student), "revision": None, "distill": None})
+        self._model = model_digest(open_model(str(student)))
+        return made.distillation
+
+    def scan(self) -> None:
+        recipe, file = self.recipe, self.output / "sensitivity.json"
+        settings = (recipe.scan or ScanRecipe()).model_dump(mode="json")
+        made_from = self._made_from("scan", model=self._model, scan=settings, engine=recipe.quantize.engine)
+        made_from["inputs"] |= {"scan.data.data": data_digest(settings["data"]["data"])}
+        if not self.record.done("scan", made_from, file):
+            self.record.start("scan", made_from, file)
+            scan_and_write(recipe, self.output)
+            self.record.finish("scan", {})
+
+    def plan(self) -> dict[str, Any] | None:
+        """The report's section about the plan; None when the plan was edited since."""
+        recipe, file = self.recipe, self.output / "plan.yaml"
+        assert recipe.plan is not None
+        made_from = self._made_from(
+            "plan",
+            "plan.costs",
+            model=self._model,
+            plan=recipe.plan.model_dump(mode="json"),
+            engine=recipe.quantize.engine,
+            scan=file_sha256(self.output / "sensitivity.json"),
+        )
+        if not self.record.done("plan", made_from, file):
+            self.record.start("plan", made_from, file)
+            planning = make_and_write_plan(recipe, self.output)
+            made = {"planning": planning.model_dump(mode="json"), "sha256": file_sha256(file)}
+            self.record.finish("plan", made)
+        update = {"quantize": recipe.quantize.model_copy(update={"plan": file}), "scan": None, "plan": None}
+        self.recipe = recipe.model_copy(update=update)
+        facts = self.record.facts("plan")
+        if file_sha256(file) != facts["sha256"]:
+            note(f"{file}: edited since it was made: what was predicted for it no longer holds")
+            return None
+        return dict(facts["planning"])
+
+    def quantize(self) -> dict[str, Any]:
+        recipe, checkpoint = self.recipe, self.output / "checkpoint"
+        plan = recipe.quantize.plan
+        made_from = self._made_from(
+            "quantize",
+            "quantize.calibration.data",
+            model=self._model,
+            quantize=recipe.quantize.model_dump(mode="json", exclude={"plan"}),
+            plan=None if plan is None or not plan.is_file() else file_sha256(plan),
+            verify=recipe.verify.model_dump(mode="json"),
+        )
+        if not self.record.done("quantize", made_from, checkpoint):
+            overwrite = self.record.start("quantize", made_from, checkpoint)
+            self.record.finish("quantize", _facts(quantize(recipe, checkpoint, overwrite=overwrite)))
+        facts: dict[str, Any] = self.record.facts("quantize")
+        return facts
+
+    def evaluate(self) -> dict[str, Any]:
+        recipe = self.recipe
+        assert recipe.evaluate is not None
+        made_from = self._made_from(
+            "evaluate",
+            "evaluate.data",
+            model=self._model,
+            evaluate=recipe.evaluate.model_dump(mode="json"),
+            checkpoint=self._weights(),
+        )
+        if not self.record.done("evaluate", made_from, None):
+            self.record.start("evaluate", made_from, None)
+            source = open_recipe_model(recipe)
+            artifact = self._artifact()
+            preparation = prepare_evaluation(source, artifact, _evaluation_settings(recipe, recipe.evaluate))
+            for message in preparation.warnings:
+                warn(message)
+            evaluation = Evaluation.of(evaluate_checkpoint(preparation))
+            facts = {
+                "evaluation": evaluation.model_dump(mode="json"),
+                "warnings": list(preparation.warnings),
+                "device": preparation.device,
+            }
+            self.record.finish("evaluate", facts)
+        found: dict[str, Any] = self.record.facts("evaluate")
+        return found
+
+    def report(
+        self,
+        command: str,
+        distillation: Distillation | None,
+        planning: dict[str, Any] | None,
+        quantized: dict[str, Any],
+        evaluated: dict[str, Any] | None,
+    ) -> Report:
+        """Report, gate and model card."""
+        recipe, checkpoint = self.recipe, self.output / "checkpoint"
+        sections: dict[str, Any] = {
+            "distillation": None if distillation is None else distillation.model_dump(mode="json"),
+            "planning": planning,
+            **{key: quantized[key] for key in ("coverage", "quantization", "verification")},
+            "evaluation": None if evaluated is None else evaluated["evaluation"],
+        }
+        made_from = self._made_from(
+            "report",
+            sections=hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest(),
+            gate=recipe.gate.model_dump(mode="json"),
+            base_model=recipe.base_model,
+            checkpoint=self._weights(),
+        )
+        file = self.output / REPORT_JSON
+        if self.record.done("report", made_from, file):
+            return read_report(file)
+        self.record.start("report", made_from, None)
+        report = Report(
+            tool=tool_section(
+                command,
+                self.asked.model_dump(mode="json", exclude={"locked"}),
+                seed=recipe.seed,
+                device=recipe.device if evaluated is None else evaluated["device"],
+                started=self.started,
+            ),
+            source=Model.of(model_facts(open_recipe_model(recipe))),
+            artifact=Model.of(model_facts(self._artifact())),
+            distillation=distillation,
+            scan=self._scan(),
+            planning=None if planning is None else Planning.model_validate(planning),
+            coverage=Coverage.model_validate(quantized["coverage"]),
+            quantization=Quantization.model_validate(quantized["quantization"]),
+            evaluation=None if evaluated is None else Evaluation.model_validate(evaluated["evaluation"]),
+            verification=Verification.model_validate(quantized["verification"]),
+            warnings=[*quantized["warnings"], *([] if evaluated is None else evaluated["warnings"])],
+        )
+        try:
+            report = report.model_copy(update={"gate": check_gate(report, recipe.gate)})
+        except UsageError:  # a threshold on a number that this kind of model does not have
+            write_report(report, self.output, overwrite=True)
+            raise
+        # A student is no quantized copy of the model that it learned from.
+        base_model = recipe.base_model if self.asked.distill is None else None
+        write_release(checkpoint, base_model=base_model, report=report)
+        write_report(report, self.output, overwrite=True)
+        self.record.finish("report", {})
+        return report
+
+    def _made_from(self, step: str, *keys: str, **more: Any) -> dict[str, Any]:
+        """What a step depends on: the inputs named by ``keys``, for a distillation its data and student too."""
+        given = {
+            key: digest
+            for key, digest in self._inputs.items()
+            if key in keys or (step == "distill" and key.startswith("distill."))
+        }
+        return {**self._common, "inputs": given, **more}
+
+    def _scan(self) -> Scan | None:
+        if self.asked.plan is None:
+            return None
+        return scan_section(read_sensitivity(self.output / "sensitivity.json"))
+
+    def _weights(self) -> dict[str, str]:
+        sidecar = read_sidecar(self.output / "checkpoint")
+        assert sidecar is not None
+        return sidecar.files
+
+    def _artifact(self) -> Any:
+        checkpoint = str(self.output / "checkpoint")
+        return open_model(checkpoint, trust_remote_code=self.recipe.trust_remote_code, allow_quantized=True)
 
 
 def _evaluation_settings(recipe: Recipe, evaluate: EvaluateRecipe) -> Settings:
@@ -140,36 +349,14 @@ def _evaluation_settings(recipe: Recipe, evaluate: EvaluateRecipe) -> Settings:
         batch_size=evaluate.batch_size,
         device=recipe.device,
         seed=recipe.seed,
+        generations=evaluate.generations,
     )
 
 
-def _recipe_digest(recipe: Recipe) -> str:
-    """What the checkpoint depends on in the recipe."""
-    part = recipe.model_dump(mode="json", exclude={"output", "evaluate"})
-    return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
-
-
-def _facts_of_finished(recipe: Recipe, checkpoint: Path, overwrite: bool) -> dict[str, Any] | None:
-    """The stored facts of a finished quantization of the same recipe, if there is one."""
-    assert recipe.output is not None
-    if not checkpoint.exists() or overwrite:
-        return None
-    try:
-        facts = json.loads((recipe.output / _RESULT).read_text("utf-8"))
-    except (OSError, ValueError):
-        facts = {}
-    if not isinstance(facts, dict) or facts.get("recipe") != _recipe_digest(recipe):
-        raise UsageError(
-            f"{checkpoint}: made by another recipe, or by a run that left no record: choose another output or pass --overwrite"
-        )
-    return facts
-
-
-def _facts(recipe: Recipe, done: Quantized) -> dict[str, Any]:
+def _facts(done: Quantized) -> dict[str, Any]:
     """What the report says of the quantization, as it is stored in ``run.json``."""
     coverage = done.sidecar["coverage"]
     return {
-        "recipe": _recipe_digest(recipe),
         "warnings": list(done.job.warnings),
         "coverage": {
             "quantized_parameters": coverage["quantized_parameters"],
@@ -201,7 +388,7 @@ def _layer(job: Job, record: dict[str, Any]) -> Layer:
         module=record["module"],
         format=record["format"],
         method=record["method"],
-        bytes=assignment.bytes,
+        **_size(job, record["module"]),
         error_before=record.get("error_rtn"),
         error_after=record.get("error"),
         block_error_before=record.get("block_error_before"),
@@ -214,7 +401,20 @@ def _layer(job: Job, record: dict[str, Any]) -> Layer:
 
 
 def _kept(job: Job) -> list[Layer]:
-    return [Layer(module=name, skipped=a.reason or "kept by the plan") for name, a in job.plan.kept().items()]
+    return [
+        Layer(module=name, skipped=a.reason or "kept by the plan", **_size(job, name))
+        for name, a in job.plan.kept().items()
+    ]
+
+
+def _size(job: Job, name: str) -> dict[str, Any]:
+    """Parameters, bytes and bits a weight of a layer, as far as they are known."""
+    stored = job.skeleton.stored.get(f"{name}.weight")
+    planned = job.plan.layers[name].bytes
+    if stored is None:
+        return {"bytes": planned}
+    size = planned if planned is not None and name in job.plan.quantized() else stored.nbytes
+    return {"parameters": stored.numel, "bytes": size, "bits": 8 * size / stored.numel}
 
 
 def _verification(checks: list[CheckResult]) -> Verification:

@@ -1,10 +1,15 @@
 """The report: one JSON document that people, CI and later tools read.
 
 ``schema_version`` is ``major.minor``: the minor number grows when optional keys are added, the major
-one when a key changes meaning or goes away. Readers of 1.x may ignore keys they do not know; this
-writer never emits any. Every section that a command has nothing to say about is null.
+one when a key changes meaning or goes away. Readers of 2.x may ignore keys they do not know; this
+writer never emits any. Every section that a command has nothing to say about is null. The published schema is
+``report.schema.json`` beside this file.
+
+2.0: retention and speedup of a distillation are estimates with intervals; gates of all commands are in ``gate``; the
+scan and the plan, greedy generations and the standard error of timings were added.
 """
 
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -13,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-SCHEMA_VERSION: Literal["1.0"] = "1.0"
+SCHEMA_VERSION: Literal["2.0"] = "2.0"
 
 
 class Section(BaseModel):
@@ -169,6 +174,17 @@ class Quantization(Section):
     layers: list[Layer] = Field(default_factory=list)
 
 
+class Generation(Section):
+    """One prompt continued greedily by both models; ``same_tokens`` is how many new tokens agree before the first that
+    does not, of ``new_tokens`` at most."""
+
+    prompt: str
+    compressed: str
+    baseline: str | None = None
+    same_tokens: int | None = None
+    new_tokens: int
+
+
 class Evaluation(Section):
     """Quality of the compressed model on one data set.
 
@@ -194,6 +210,7 @@ class Evaluation(Section):
     seed: int
     seconds: FiniteFloat
     notes: list[str] = Field(default_factory=list)
+    generations: list[Generation] = Field(default_factory=list)
 
 
 class Check(Section):
@@ -212,13 +229,17 @@ class Verification(Section):
 
 
 class Timing(Section):
-    """Forward passes of ``batch`` × ``length`` tokens by the artifact, reloaded in a process of its own."""
+    """Forward passes of ``batch`` × ``length`` tokens by the artifact, reloaded in a process of its own.
+
+    ``stderr_ms`` is the standard error of their mean time, from the means of consecutive runs.
+    """
 
     batch: int
     length: int
     p50_ms: FiniteFloat
     p95_ms: FiniteFloat
     items_per_second: FiniteFloat
+    stderr_ms: FiniteFloat | None = None
     runs: int
     device: str
     dtype: str
@@ -261,7 +282,7 @@ class Distillation(Section):
 
     ``arms``: ``teacher``, ``before`` and ``after`` training, and ``control``, the same student after as many steps
     on the labels alone. ``retention`` is the student's ``metric`` ÷ the teacher's (inverted where less is
-    better), ``recovery`` the share of what deriving had cost that came back (of log perplexity, for
+    better; null when the teacher's is 0), ``recovery`` the share of what deriving had cost that came back (of log perplexity, for
     perplexity), ``gain_over_control`` in the metric's unit, positive when better. ``curve`` is in ``curve_metric``, by
     which the best student was chosen.
     """
@@ -271,9 +292,9 @@ class Distillation(Section):
     better: Literal["lower", "higher"]
     loss: str
     arms: dict[str, DistillationArm]
-    retention: FiniteFloat
+    retention: Estimate | None = None
     recovery: FiniteFloat | None = None
-    speedup: FiniteFloat | None = None
+    speedup: Estimate | None = None
     gain_over_control: Estimate | None = None
     steps: int
     best_step: int
@@ -283,17 +304,82 @@ class Distillation(Section):
     curve: list[DistillationPoint]
     control_curve: list[DistillationPoint] = Field(default_factory=list)
     data: dict[str, DistillationData]
-    gates: list[Check] = Field(default_factory=list)
+
+
+class UnitDamage(Section):
+    """What the scan predicts for one unit, by format; ``block`` counts from 0."""
+
+    unit: str
+    kind: str
+    block: int
+    damage: dict[str, FiniteFloat]
+
+
+class Scan(Section):
+    """Sensitivity of every unit in every format. ``unit`` names what ``damage`` is in."""
+
+    score: str
+    unit: str
+    formats: list[str]
+    tokens: int
+    units: list[UnitDamage]
+
+
+class PlanPoint(Section):
+    """One whole plan: bits a weight in the units, bytes of the checkpoint, predicted and perhaps measured KL in nats per
+    token. ``stderr`` is the measured one's standard error over sequences."""
+
+    bits: FiniteFloat
+    bytes: int
+    predicted: FiniteFloat | None = None
+    measured: FiniteFloat | None = None
+    stderr: FiniteFloat | None = None
+
+
+class Planning(Section):
+    """The plan that was carried out, among others: ``frontier`` are the cheapest plans of all sizes, ``measured`` those
+    whose KL corrected the prediction."""
+
+    budget: str
+    chosen: PlanPoint
+    calibrated: bool
+    frontier: list[PlanPoint] = Field(default_factory=list)
+    measured: list[PlanPoint] = Field(default_factory=list)
+
+
+class GateResult(Section):
+    """One threshold. ``outcome`` compares it with the 95 % interval of ``value``: inconclusive when it lies inside, or
+    when a sampled value has none."""
+
+    name: str
+    label: str
+    unit: str
+    limit: Literal["max", "min"]
+    threshold: FiniteFloat
+    value: Estimate
+    exact: bool
+    outcome: Literal["pass", "fail", "inconclusive"]
+
+
+class Gate(Section):
+    """All thresholds; ``passed`` takes ``on_inconclusive`` into account."""
+
+    passed: bool
+    on_inconclusive: Literal["fail", "pass", "warn"]
+    results: list[GateResult]
 
 
 class Report(Section):
     """Everything one command found out about one compressed model."""
 
-    schema_version: Literal["1.0"] = SCHEMA_VERSION
+    schema_version: Literal["2.0"] = SCHEMA_VERSION
     tool: Tool
     source: Model | None = None
     artifact: Model | None = None
+    gate: Gate | None = None
     distillation: Distillation | None = None
+    scan: Scan | None = None
+    planning: Planning | None = None
     coverage: Coverage | None = None
     quantization: Quantization | None = None
     evaluation: Evaluation | None = None
@@ -306,3 +392,7 @@ def report_json_schema() -> dict[str, Any]:
     return Report.model_json_schema(mode="serialization") | {
         "$schema": "https://json-schema.org/draft/2020-12/schema"
     }
+
+
+if __name__ == "__main__":
+    print(json.dumps(report_json_schema(), indent=2, ensure_ascii=False))

@@ -39,6 +39,14 @@ def estimate(value: Estimate | None, unit: str = "", *, sign: bool = False) -> s
     return f"{show(value.value)} [{show(value.low)}, {show(value.high)}]"
 
 
+def ends(value: Estimate, unit: str = "") -> str:
+    """``95 %: 0.083 to 0.091``, or nothing without an interval."""
+    if value.low is None or value.high is None:
+        return ""
+    low, high = (percent(x) if unit == "fraction" else number(x) for x in (value.low, value.high))
+    return f"95 %: {low} to {high}"
+
+
 def change(metric: Metric) -> str:
     """The paired change: in percent of the baseline where there is a ratio, else in the metric's unit."""
     if metric.ratio is None:
@@ -77,6 +85,9 @@ def duration(seconds: float) -> str:
 def headline(report: Report) -> str:
     """The verdict in one line: verified or not, how much smaller, how much worse."""
     parts = []
+    if report.gate is not None:
+        missed = [result.name for result in report.gate.results if result.outcome != "pass"]
+        parts.append("Gate passed" if report.gate.passed else f"GATE FAILED ({', '.join(missed)})")
     if report.verification is not None:
         failed = [check.name for check in report.verification.checks if not check.passed]
         if report.verification.passed:
@@ -119,11 +130,13 @@ ARMS = {
 
 def distillation_verdict(found: Distillation) -> str:
     """Retention, recovery, speed and what the teacher was worth, in one line."""
-    parts = [f"{percent(found.retention)} of the teacher's {found.metric}"]
+    parts = []
+    if found.retention is not None:
+        parts.append(f"{estimate(found.retention, 'fraction')} of the teacher's {found.metric}")
     if found.recovery is not None:
         parts.append(f"{percent(found.recovery)} of the loss recovered")
     if found.speedup is not None:
-        parts.append(f"{found.speedup:.2f}× its throughput")
+        parts.append(f"{estimate(found.speedup)}× its throughput")
     if found.gain_over_control is not None:
         parts.append(f"{estimate(found.gain_over_control, sign=True)} {found.metric} over the control")
     return " · ".join(parts)

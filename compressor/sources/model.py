@@ -113,7 +113,17 @@ def _download(ref: str, revision: str | None, trust_remote_code: bool) -> tuple[
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.spm"]
+    patterns = [
+        "*.json",
+        "*.safetensors",
+        "*.model",
+        "*.txt",
+        "*.jinja",
+        "*.tiktoken",
+        "*.spm",
+        "README.md",
+        "LICENSE*",
+    ]
     if trust_remote_code:
         patterns.append("*.py")
     try:

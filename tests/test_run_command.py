@@ -1,0 +1,251 @@
+"""``compressor run``: what the run directory holds, what a second run does, gates, locks, and release files."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from compressor.cli.main import app, main
+from compressor.reports.write import read_report
+
+Run = Callable[..., tuple[int, str, str]]
+CARD = "---\nlicense: mit\nlanguage: en\npipeline_tag: text-generation\n---\n# The original\n"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["compressor", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def model(tiny_llama_dir: Path, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(tiny_llama_dir, tmp_path / "secret-place" / "tiny-model"))
+    (copy / "README.md").write_text(CARD)
+    return copy
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    text = tmp_path / "secret-place" / "text.txt"
+    text.write_text("\n".join(f"the quick fox number {i} jumps over dog {i * 7 % 13}" for i in range(300)))
+    return write(
+        tmp_path / "recipe.yaml",
+        {
+            "model": str(model),
+            "base_model": "someone/tiny",
+            "device": "cpu",
+            "quantize": {
+                "scheme": "w4g32",
+                "method": "gptq",
+                "calibration": {"data": str(text), "samples": 4, "sequence_length": 32},
+            },
+            "verify": {"engine": None},
+            "evaluate": {"data": str(text), "samples": 12, "sequence_length": 32, "generations": 2},
+        },
+    )
+
+
+def write(file: Path, value: Any) -> Path:
+    file.write_text(yaml.safe_dump(value))
+    return file
+
+
+def changed(recipe: Path, **sections: Any) -> Path:
+    return write(recipe, {**yaml.safe_load(recipe.read_text()), **sections})
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {
+        str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()
+    }
+
+
+def test_a_run_leaves_a_release_that_says_nothing_of_the_machine(
+    run: Run, recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 0, stderr
+    checkpoint = tmp_path / "a" / "checkpoint"
+
+    assert (checkpoint / "README.source.md").read_bytes() == CARD.encode(), "the source's card is kept"
+    card = (checkpoint / "README.md").read_text()
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert metadata["base_model"] == "someone/tiny"
+    assert metadata["base_model_relation"] == "quantized"
+    assert metadata["library_name"] == "transformers"
+    assert (metadata["license"], metadata["pipeline_tag"]) == ("mit", "text-generation")
+    report = read_report(tmp_path / "a")
+    assert report.evaluation is not None
+    (result,) = metadata["model-index"][0]["results"]
+    measured = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert measured["kl"] == report.evaluation.metrics["kl"].compressed.value
+    assert "perplexity" in measured
+
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=checkpoint, check=True)
+    statement = json.loads((checkpoint / "provenance.json").read_text())
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    subjects = {subject["name"] for subject in statement["subject"]}
+    assert {"model.safetensors", "config.json", "README.md", "tokenizer.json"} <= subjects
+    names = {item["name"] for item in statement["predicate"]["buildDefinition"]["resolvedDependencies"]}
+    assert names == {"tiny-model/model.safetensors", "calibration data text.txt"}
+    for name in ("README.md", "provenance.json", "SHA256SUMS"):
+        assert "secret-place" not in (checkpoint / name).read_text(), name
+
+    code, _, stderr = run("verify", checkpoint, "--source", model)
+    assert code == 0, stderr
+    with (checkpoint / "README.md").open("a") as stream:
+        stream.write("better than the original")
+    code, _, stderr = run("verify", checkpoint, "--source", model)
+    assert code == 4
+    assert "README.md: its bytes are not those in SHA256SUMS" in stderr
+
+    # Samples to read side by side.
+    assert len(report.evaluation.generations) == 2
+    first = report.evaluation.generations[0]
+    assert first.baseline is not None
+    assert first.same_tokens is not None
+    assert 0 <= first.same_tokens <= first.new_tokens <= 32
+
+
+def test_a_lock_repeats_the_run_and_notices_other_inputs(
+    run: Run, recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    assert run("run", recipe, "-o", tmp_path / "a")[0] == 0
+    lock = tmp_path / "a" / "recipe.lock.yaml"
+    locked = yaml.safe_load(lock.read_text())
+    assert locked["quantize"]["damping"] == 0.01, "defaults are filled in"
+    assert set(locked["locked"]["inputs"]) == {"model", "quantize.calibration.data", "evaluate.data"}
+    assert locked["locked"]["versions"]["torch"]
+    code, _, stderr = run("run", lock, "-o", tmp_path / "b")
+    assert code == 0, stderr
+    assert files_of(tmp_path / "a" / "checkpoint") == files_of(tmp_path / "b" / "checkpoint")
+    (model / "generation_config.json").write_text("{}")
+    code, _, stderr = run("run", lock, "-o", tmp_path / "c")
+    assert code == 5
+    assert "model: its content is not that of the lock" in stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_failed_gate_keeps_and_marks_the_artifact(run: Run, recipe: Path, tmp_path: Path) -> None:
+    changed(recipe, gate={"max_kl": 1e-6, "max_bytes": "1MB"})
+    for _ in range(2):  # the second time from the record
+        code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+        assert code == 3
+        assert "max_kl: KL(original ‖ compressed) is " in stderr
+        assert "at most 1.0e-06 nats/token is asked for" in stderr
+    assert "quantize: done before" in stderr
+    assert "The release gate **failed**" in (tmp_path / "a" / "checkpoint" / "README.md").read_text()
+    assert "**GATE FAILED**" in (tmp_path / "a" / "report.md").read_text()
+    assert "gate failed: 1 of 2" in (tmp_path / "a" / "report.html").read_text()
+    changed(recipe, gate={"max_kl": 100})
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 0, stderr
+    assert "evaluate: done before" in stderr
+    assert "report: done again, gate.max_kl has changed" in stderr
+    assert "The release gate passed" in (tmp_path / "a" / "checkpoint" / "README.md").read_text()
+    assert run("verify", tmp_path / "a" / "checkpoint")[0] == 0, "the sums follow the card"
+
+
+def test_steps_are_done_again_from_where_it_was_asked(run: Run, recipe: Path, tmp_path: Path) -> None:
+    assert run("run", recipe, "-o", tmp_path / "a")[0] == 0
+    before = files_of(tmp_path / "a" / "checkpoint")
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a", "--from", "evaluate")
+    assert code == 0, stderr
+    assert "quantize: done before" in stderr
+    assert "evaluate: done before" not in stderr
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a", "--from", "quantize")
+    assert code == 0, stderr
+    assert "done before" not in stderr
+    assert files_of(tmp_path / "a" / "checkpoint") == before
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a", "--from", "scan")
+    assert code == 2
+    assert "the steps of this recipe are quantize, evaluate, report" in stderr
+    shutil.rmtree(tmp_path / "a" / "checkpoint")
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 0, stderr
+    assert files_of(tmp_path / "a" / "checkpoint") == before, "what is gone is made again"
+
+
+def test_what_others_put_there_is_not_replaced(run: Run, recipe: Path, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "a" / "checkpoint")
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 2
+    assert "no run of this directory made it" in stderr
+    assert (tmp_path / "a" / "checkpoint" / "README.md").read_text() == CARD
+    (tmp_path / "a" / "run.json").write_text("{}")
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 5
+    assert "run.json: not the record of a run" in stderr
+    assert run("run", recipe, "-o", tmp_path / "a", "--overwrite")[0] == 0
+
+
+def test_impossible_evaluations_are_seen_before_work(run: Run, recipe: Path, tmp_path: Path) -> None:
+    value = yaml.safe_load(recipe.read_text())
+    changed(recipe, evaluate={**value["evaluate"], "sequence_length": 4096})
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 2
+    assert "evaluate.sequence_length: 4096 is more than" in stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_example_workflow_speaks_this_command_line() -> None:
+    """Every ``compressor`` line of the workflow parses, and its recipe has the gate that the workflow asks for."""
+    from typer.main import get_command
+
+    root = Path(__file__).parent.parent
+    workflow = yaml.safe_load((root / "scripts" / "ci_release.yml").read_text())
+    recipe = root / workflow["env"]["RECIPE"]
+    assert yaml.safe_load(recipe.read_text())["gate"]
+    lines = [
+        line.strip().split("||")[0].replace("$RECIPE", str(recipe)).replace("$RUN", "runs/x")
+        for step in workflow["jobs"]["compress"]["steps"]
+        for line in step.get("run", "").replace("\\\n", " ").splitlines()
+    ]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("compressor ")]
+    assert [command[0] for command in commands] == ["run", "gate", "verify"]
+    group: Any = get_command(app)
+    for name, *arguments in commands:
+        group.commands[name].make_context(name, arguments)
+
+
+def test_a_run_killed_at_any_file_ends_in_the_same_bytes(run: Run, recipe: Path, tmp_path: Path) -> None:
+    """Killed just before and just after each rename that puts something in place, until none is left."""
+    value = yaml.safe_load(recipe.read_text())
+    data = {**value["quantize"]["calibration"]}
+    changed(
+        recipe,
+        scan={"formats": ["w4g32", "w8", "bf16"], "data": data},
+        plan={"budget": "6bits"},
+        gate={"max_kl": 100},
+    )
+    output = tmp_path / "a"
+    assert run("run", recipe, "-o", output)[0] == 0
+    whole = files_of(output / "checkpoint")
+    shutil.rmtree(output)
+    command = [sys.executable, str(Path(__file__).with_name("killed_run.py")), str(recipe), str(output)]
+    # Each process is killed a little later than it got before, so the last ones die in the last steps.
+    moments = [*map(str, range(1, 30)), "0"]
+    done = subprocess.run([*command, *moments], capture_output=True, text=True)
+    ended = done.stdout.split("\n")[:-1]
+    assert ended[-1] == "ended 0", done.stderr
+    assert ended.count("killed") >= 10, ended
+    assert not any(line.startswith("ended") and line != "ended 0" for line in ended), done.stderr
+    assert files_of(output / "checkpoint") == whole
+    assert read_report(output).gate is not None
