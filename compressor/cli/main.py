@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import typer
 
 from compressor import __version__
-from compressor.cli import distill, evaluate, inspect, plan, quantize, run, scan, verify
+from compressor.cli import diagnose, distill, evaluate, inspect, plan, quantize, run, scan, verify
 from compressor.console import err
 from compressor.errors import INTERRUPTED, CompressorError
 
@@ -42,6 +42,7 @@ app.command(rich_help_panel=_STEPS)(quantize.quantize)
 app.command(rich_help_panel=_LOOK)(inspect.inspect)
 app.command(rich_help_panel=_LOOK)(verify.verify)
 app.command(rich_help_panel=_LOOK)(evaluate.evaluate)
+app.command(rich_help_panel=_LOOK)(diagnose.diagnose)
 
 
 def _print_version(wanted: bool) -> None:
