@@ -10,7 +10,7 @@ import jinja2
 from pydantic import ValidationError
 
 from compressor.errors import InputRefused, MachineLimit, UsageError
-from compressor.reports import wording
+from compressor.reports import speed_wording, wording
 from compressor.reports.schema import Report
 
 REPORT_JSON = "report.json"
@@ -97,6 +97,9 @@ def render_markdown(report: Report) -> str:
         distillation_verdict=wording.distillation_verdict,
         distillation_header=wording.distillation_header,
         distillation_rows=wording.distillation_rows,
+        speed_header=speed_wording.speed_header,
+        speed_rows=speed_wording.speed_rows,
+        speed_facts=speed_wording.speed_facts,
         worst=wording.worst_layers(layers),
         layer_limit=_LAYER_LIMIT,
     )
