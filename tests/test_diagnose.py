@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from tiny_checkpoint import write_checkpoint
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
 from compressor.calibration.stream import outputs
@@ -24,8 +24,10 @@ from compressor.diagnosis.run import diagnose
 from compressor.diagnosis.schema import Diagnosis, diagnosis_json_schema
 from compressor.errors import CompressorError, UsageError
 from compressor.graph import build_skeleton, discover
+from compressor.pipelines.quantize import quantize
 from compressor.planning.check import check_plan
 from compressor.plans import read_plan
+from compressor.recipes import Recipe
 from compressor.sensitivity.journal import Journal
 from compressor.sources.builtin_model import builtin_model_path
 from compressor.sources.model import open_model
@@ -103,6 +105,7 @@ def test_ruined_scales_are_named_first_and_repaired(model: Path, ruined: Path, t
     assert unit in found.edited.units
     assert found.edited.kl_after.value < 0.9 * found.edited.kl_before.value
 
+    assert "<svg" in (tmp_path / "d" / "diagnosis.svg").read_text("utf-8")
     plan = read_plan(tmp_path / "d" / "plan.yaml")
     check_plan(tmp_path / "d" / "plan.yaml", plan, discover(build_skeleton(open_model(str(model)))))
     assert "diagnose" in (plan.layers["model.layers.1.mlp.up_proj"].reason or "")
@@ -207,6 +210,35 @@ def test_measured_kl_is_that_of_the_two_models(model: Path, healthy: Path) -> No
     kl = float(functional.kl_div(after, before, log_target=True, reduction="sum")) / before[..., 0].numel()
     assert found.kl is not None
     assert found.kl.value == pytest.approx(kl, rel=1e-3)
+
+
+def test_a_quantized_head_is_compared_too(make_llama: Any, tmp_path: Path) -> None:
+    untied = make_llama(tie_word_embeddings=False, seed=5)
+    recipe = {"scheme": "w4g32", "method": "rtn", "include": ["lm_head"]}
+    quantize(Recipe.model_validate({"model": str(untied), "quantize": recipe}), tmp_path / "q")
+    found = diagnose(open_job(settings(untied, tmp_path / "q"), CPU)).diagnosis
+    head = found.places[-1]
+    assert (head.name, head.kind, head.format) == ("lm_head", "head", "w4g32")
+    assert head.weights_snr_db is not None
+    assert head.inherited_snr_db is not None
+    assert "lm_head" in found.warnings[-1]
+
+
+def test_models_that_no_scan_follows_are_compared(make_llama: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "opt"
+    shutil.copytree(make_llama(), directory)  # for its tokenizer
+    config = OPTConfig(
+        vocab_size=320, hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=64, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    OPTForCausalLM(config).save_pretrained(directory)
+    checkpoint = write_checkpoint(directory, tmp_path / "q", "w4g32")
+    job = open_job(settings(directory, checkpoint), CPU)
+    found = diagnose(job).diagnosis
+    assert found.kl is not None
+    assert len(found.units) == len(job.graph.units)
+    assert found.edited is None
 
 
 def test_encoders_without_a_head_are_ranked_by_their_own_errors(make_llama: Any, tmp_path: Path) -> None:

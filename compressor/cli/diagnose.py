@@ -28,7 +28,7 @@ def diagnose(
         typer.Option(
             "--output",
             "-o",
-            help="Directory for diagnosis.json and the edited plan.yaml.",
+            help="Directory for diagnosis.json, diagnosis.svg and the edited plan.yaml.",
             show_default=False,
         ),
     ] = None,
@@ -174,18 +174,21 @@ def diagnose(
 def _check_directory(directory: Path, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file: give a directory for the diagnosis")
-    for name in ("diagnosis.json", "plan.yaml"):
+    for name in ("diagnosis.json", "diagnosis.svg", "plan.yaml"):
         if (directory / name).exists() and not overwrite:
             raise UsageError(f"{directory / name}: already exists: choose another output or pass --overwrite")
 
 
 def _write(found: "Diagnosed", directory: Path) -> None:
     from compressor.diagnosis.schema import diagnosis_json
-    from compressor.diagnosis.show import edited_plan_yaml
+    from compressor.diagnosis.show import edited_plan_yaml, plot
     from compressor.planning.write import write_plan
 
     directory.mkdir(parents=True, exist_ok=True)
     write_plan(directory / "diagnosis.json", diagnosis_json(found.diagnosis), overwrite=True)
+    drawn = directory / ".diagnosis.svg.partial"
+    plot(found.diagnosis, drawn)
+    drawn.replace(directory / "diagnosis.svg")
     if found.plan is None:
         (directory / "plan.yaml").unlink(missing_ok=True)  # an older one would be mistaken for this one's
     else:

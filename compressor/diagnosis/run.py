@@ -15,6 +15,7 @@ from compressor.diagnosis.attempt import Tried, attempt, held_out, per_token
 from compressor.diagnosis.compare import Compared, Place, compare
 from compressor.diagnosis.job import DiagnoseJob, with_ends
 from compressor.diagnosis.predict import Fix, Predicted, predict
+from compressor.errors import InputRefused
 from compressor.evaluation.bootstrap import Estimate
 from compressor.formats import stored_bytes
 from compressor.plans import Assignment, Plan
@@ -41,16 +42,26 @@ def diagnose(job: DiagnoseJob, scratch: Path | None = None) -> Diagnosed:
         )
     if len(job.scan.tokens.input_ids) < 2:
         warnings.append("one sequence: fixes are measured on the text they were rounded on")
-    for message in warnings:
-        warn(message)
+    outside = [name for name in job.formats if name not in {layer.name for layer in job.graph.layers}]
+    if outside:
+        warnings.append(
+            f"{outside[0]}: is quantized outside the blocks, which a plan cannot say: an edited plan leaves it as in the original"
+        )
     with tempfile.TemporaryDirectory(prefix="compressor-", dir=scratch) as name:
         job = with_ends(job, Path(name))
         with Journal(Path(name) / "diagnosis", {}) as journal:
             compared = compare(job, journal)
-            predicted = predict(job, compared, journal) if job.graph.head else Predicted({}, {}, [])
+            predicted = Predicted({}, {}, [])
+            if job.graph.head:
+                try:
+                    predicted = predict(job, compared, journal)
+                except InputRefused as reason:  # a model that no backward scan follows can still be compared
+                    warnings.append(f"{reason}: units are ranked by their own error, and no fix is tried")
             jumps = _jumps(compared.places)
             chosen = _best_of_each_unit(predicted.fixes, jumps)[: job.settings.tries]
             tried = attempt(job, compared, journal, chosen) if chosen else None
+    for message in warnings:
+        warn(message)
     return _collect(job, compared, predicted, tried, warnings)
 
 

@@ -1,6 +1,7 @@
-"""A diagnosis for people: tables on the terminal, and the edited plan as a file to read."""
+"""A diagnosis for people: tables on the terminal, a plot, and the edited plan as a file to read."""
 
 from itertools import takewhile
+from pathlib import Path
 
 import yaml
 from rich.console import Console, Group, RenderableType
@@ -112,6 +113,42 @@ def interval(value: Interval) -> str:
 
 def print_diagnosis(found: Diagnosis, console: Console, every: bool) -> None:
     console.print(tables(found, every=every, wide=console.width >= 110), highlight=False)
+
+
+def plot(found: Diagnosis, file: Path) -> None:
+    """Signal over error of every layer in the order of computation, and what it is made of; ``file`` is an .svg."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    places = [p for p in found.places if p.snr_db is not None or p.weights_snr_db is not None]
+    lines = {
+        "whole error": [p.snr_db for p in places],
+        "rounded weights alone": [p.weights_snr_db for p in places],
+        "quantized inputs alone": [p.activations_snr_db for p in places],
+        "made before": [p.inherited_snr_db for p in places],
+    }
+    # A fixed salt and no date: the same diagnosis draws the same bytes.
+    with matplotlib.rc_context({"svg.hashsalt": "compressor", "font.size": 9}):
+        figure = Figure(figsize=(min(20.0, 3 + 0.12 * len(places)), 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        axis = figure.subplots()
+        for (label, values), style in zip(lines.items(), ("-", "o", "s", ":"), strict=True):
+            if any(value is not None for value in values):
+                ratios = [float("nan") if value is None else value for value in values]
+                axis.plot(range(len(places)), ratios, style, label=label, markersize=3.5, linewidth=1.2)
+        for number, place in enumerate(places):
+            if place.jump:
+                axis.axvline(number, color="tab:red", linewidth=0.8)
+                axis.annotate(
+                    place.name, (number, axis.get_ylim()[0]), rotation=90, fontsize=7, va="bottom", ha="right"
+                )
+        starts = [n for n, p in enumerate(places) if n == 0 or p.block != places[n - 1].block]
+        axis.set_xticks(starts, [str(places[n].block) for n in starts])
+        axis.set_xlabel("block")
+        axis.set_ylabel("signal over error (dB)")
+        axis.legend()
+        figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def edited_plan_yaml(plan: Plan, found: Diagnosis, file: str) -> str:
