@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from typer.testing import CliRunner
 
 from compressor.cli.evaluate import evaluate
 from compressor.errors import CompressorError, GateFailed, UsageError
-from compressor.evaluation.leak import growth, watch
+from compressor.evaluation.alive import collect, peak_memory
+from compressor.evaluation.leak import Growth, growth, growths
 from compressor.evaluation.speed import _ratio
-from compressor.evaluation.speed_worker import Workload, inference, peak_memory
+from compressor.evaluation.speed_worker import Workload, inference
 from compressor.reports.schema import Report
 from compressor.reports.terminal import print_report
 from compressor.reports.write import render_markdown
@@ -39,6 +41,10 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
+def watch(infer: Callable[[], object], runs: int) -> list[Growth]:
+    return growths(collect(infer, runs, CPU))
+
+
 class Hoarder(nn.Module):
     """Keeps every activation, as a forgotten hook does."""
 
@@ -55,7 +61,7 @@ class Hoarder(nn.Module):
 
 def test_a_planted_leak_is_found_and_measured() -> None:
     model = Hoarder().requires_grad_(False)
-    found = {g.counter: g for g in watch(lambda: model(torch.ones(4, 8)), 12, CPU)}
+    found = {g.counter: g for g in watch(lambda: model(torch.ones(4, 8)), 12)}
     assert found["live tensors"].leak
     assert found["live tensors"].slope == 1
     assert found["live tensor bytes"].slope == 4 * 8 * 4
@@ -64,7 +70,7 @@ def test_a_planted_leak_is_found_and_measured() -> None:
 
 def test_memory_outside_tensors_is_seen_too() -> None:
     kept: list[bytes] = []
-    found = {g.counter: g for g in watch(lambda: kept.append(bytes(b"x" * 500_000)), 24, CPU)}
+    found = {g.counter: g for g in watch(lambda: kept.append(bytes(b"x" * 500_000)), 24)}
     assert found["resident bytes"].leak
     assert found["resident bytes"].slope == pytest.approx(500_000, rel=0.2)
     assert not found["live tensors"].leak
@@ -74,7 +80,7 @@ def test_memory_outside_tensors_is_seen_too() -> None:
 def test_healthy_inference_stays_quiet(tiny_llama_dir: Path, seed: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir).eval()
     infer = inference(model, "causal-lm", Workload(2, 8, 4, "none", seed))
-    assert not [g for g in watch(infer, 12, CPU) if g.leak]
+    assert not [g for g in watch(infer, 12) if g.leak]
 
 
 def test_a_cache_that_fills_up_is_no_leak() -> None:
@@ -85,7 +91,7 @@ def test_a_cache_that_fills_up_is_no_leak() -> None:
         number = next(runs) % 4
         cache.setdefault(number, torch.ones(1000))
 
-    assert not [g for g in watch(infer, 15, CPU) if g.leak]
+    assert not [g for g in watch(infer, 15) if g.leak]
 
 
 def test_noise_is_no_leak_and_a_leak_shows_through_noise() -> None:

@@ -104,6 +104,13 @@ def evaluate(
             rich_help_panel=_SPEED,
         ),
     ] = False,
+    engine: Annotated[
+        str, typer.Option(help="What is timed: transformers or vllm.", rich_help_panel=_SPEED)
+    ] = "transformers",
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(help="Python with vllm, for --engine vllm.", rich_help_panel=_SPEED, show_default=False),
+    ] = None,
     latency_batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.", rich_help_panel=_SPEED)] = 1,
     prompt_length: Annotated[
         int, typer.Option(min=1, help="Tokens in a prompt.", rich_help_panel=_SPEED)
@@ -160,6 +167,7 @@ def evaluate(
 
     if output is not None:
         check_report_directory(output, overwrite=overwrite)
+    from compressor.checkpoint.serve import engine_interpreter
     from compressor.evaluation.prepare import Settings, prepare
     from compressor.evaluation.speed import SpeedSettings, check_settings, leaks, measure_speed
     from compressor.sources.model import open_model
@@ -190,8 +198,11 @@ def evaluate(
     speed_settings = SpeedSettings(
         latency_batch, prompt_length, new_tokens, compile_mode, rounds, warmup, leak_runs
     )
+    vllm_python = None
     if latency:
-        check_settings(speed_settings, checkpoint, preparation.task)
+        check_settings(speed_settings, checkpoint, preparation.task, engine)
+        if engine == "vllm":
+            vllm_python = engine_interpreter(engine_python)
     for warning in preparation.warnings:
         warn(warning)
     if dry_run:
@@ -216,6 +227,7 @@ def evaluate(
             device=preparation.device,
             dtype=preparation.dtype,
             seed=seed,
+            vllm_python=vllm_python,
         )
     arguments = {"compressed": compressed, "baseline": baseline, **asdict(settings)}
     report = Report(

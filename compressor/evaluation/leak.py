@@ -5,13 +5,10 @@ The slope is Theil and Sen's (the median of all pairwise slopes) with its confid
 third of the runs is left out: caches fill there.
 """
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
-import torch
 from scipy import stats
 
 CONFIDENCE = 0.99
@@ -45,36 +42,6 @@ def growth(counter: str, values: Sequence[float]) -> Growth:
     return Growth(counter, slope, low, high, leak)
 
 
-def watch(infer: Callable[[], object], runs: int, device: torch.device) -> list[Growth]:
-    """Call ``infer`` ``runs`` times and fit what is alive after each."""
-    seen: dict[str, list[float]] = {}
-    gc.collect()
-    gc.freeze()  # what is there before, the model and all modules, is neither searched nor counted each time
-    try:
-        for _ in range(runs):
-            infer()
-            for name, value in alive(device).items():
-                seen.setdefault(name, []).append(value)
-    finally:
-        gc.unfreeze()
+def growths(seen: Mapping[str, Sequence[float]]) -> list[Growth]:
+    """Fit every counter of :func:`compressor.evaluation.alive.collect`."""
     return [growth(name, values) for name, values in seen.items()]
-
-
-def alive(device: torch.device) -> dict[str, float]:
-    """Memory in use after a garbage collection: on a GPU as its allocator counts it, on a CPU that of the process;
-    and the tensors that Python's collector knows, with the storages behind them counted once."""
-    gc.collect()
-    count, storages = 0, {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
-            continue
-        count += 1
-        try:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr(), str(thing.device)] = storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # meta tensors and the like have none
-            continue
-    found = {"live tensors": float(count), "live tensor bytes": float(sum(storages.values()))}
-    if device.type == "cuda":
-        return found | {"device bytes": float(torch.cuda.memory_allocated(device))}
-    return found | {"resident bytes": float(psutil.Process().memory_info().rss)}

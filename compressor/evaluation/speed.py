@@ -4,23 +4,19 @@ Ratios are of the two inferences of one round; their median has a distribution-f
 ``scipy.stats.quantile_test``), since times have outliers and no normal distribution.
 """
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
 
 import numpy as np
-import torch
 from scipy import stats
 
 from compressor.console import steps
-from compressor.errors import MachineLimit, UsageError
+from compressor.errors import UsageError
 from compressor.evaluation.bootstrap import Estimate
-from compressor.evaluation.leak import Growth
+from compressor.evaluation.leak import Growth, growths
 from compressor.evaluation.load import Task
-from compressor.evaluation.speed_worker import Sample, Workload, serve
+from compressor.evaluation.speed_worker import Sample, Workload
+from compressor.evaluation.workers import transformers_workers, vllm_workers
 from compressor.sources.model import Source
 
 
@@ -80,8 +76,16 @@ class Speed:
     notes: tuple[str, ...]
 
 
-def check_settings(settings: SpeedSettings, source: Source, task: Task) -> None:
+def check_settings(settings: SpeedSettings, source: Source, task: Task, engine: str) -> None:
     """Raise UsageError for what cannot be measured."""
+    if engine not in ("transformers", "vllm"):
+        raise UsageError(f"--engine {engine}: use transformers or vllm")
+    if engine == "vllm" and task != "causal-lm":
+        raise UsageError(f"--engine vllm: times models that generate text, and {source.ref} does not")
+    if engine == "vllm" and settings.compile == "max-autotune":
+        raise UsageError(
+            "--compile max-autotune: is for transformers; reduce-overhead lets vllm compile as it does by itself"
+        )
     if settings.compile not in ("none", "reduce-overhead", "max-autotune"):
         raise UsageError(f"--compile {settings.compile}: use none, reduce-overhead or max-autotune")
     if 0 < settings.leak_runs < 9:
@@ -111,18 +115,25 @@ def measure_speed(
     device: str,
     dtype: str,
     seed: int,
+    vllm_python: Path | None = None,
 ) -> Speed:
-    """Time both models in turns, each in a process of its own. Raises what loading raises, and MachineLimit when a
-    process dies."""
+    """Time both models in turns, each in a process of its own: in transformers, or in the vLLM of ``vllm_python``, which
+    takes the models' own dtypes. Raises what loading raises, and MachineLimit when a process cannot run a model."""
     new_tokens = settings.new_tokens if task == "causal-lm" else 0
     workload = Workload(settings.batch, settings.prompt_length, new_tokens, settings.compile, seed)  # type: ignore[arg-type]
     sources = {"baseline": baseline, "compressed": compressed}
     present = {name: source for name, source in sources.items() if source is not None}
     samples: dict[str, list[Sample]] = {name: [] for name in present}
     warm: dict[str, float] = {}
-    growths: dict[str, tuple[Growth, ...]] = {}
+    found_growth: dict[str, tuple[Growth, ...]] = {}
     peaks: dict[str, int | None] = {}
-    with _workers(present, task, device, dtype, workload) as workers:
+    opened = (
+        transformers_workers(present, task, device, dtype, workload)
+        if vllm_python is None
+        else vllm_workers(present, vllm_python, workload)
+    )
+    with opened as workers:
+        engine = workers["compressed"].engine
         total = len(present) * (1 + settings.rounds + bool(settings.leak_runs))
         with steps("timing", total) as progress:
             for name, worker in workers.items():
@@ -136,9 +147,9 @@ def measure_speed(
                     progress.advance(name)
             for name, worker in workers.items():
                 peaks[name] = worker.ask("memory")
-                growths[name] = ()
+                found_growth[name] = ()
                 if settings.leak_runs:
-                    growths[name] = tuple(worker.ask("leak", settings.leak_runs))
+                    found_growth[name] = tuple(growths(worker.ask("leak", settings.leak_runs)))
                     progress.advance(f"leak check of {name}")
     arms = {
         name: SpeedArm(
@@ -146,18 +157,21 @@ def measure_speed(
             _times([step for s in found for step in s.steps], settings.batch) if new_tokens else None,
             warm[name],
             peaks[name],
-            growths[name],
+            found_growth[name],
         )
         for name, found in samples.items()
     }
     notes = []
-    if (compressed.config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
+    if (
+        vllm_python is None
+        and (compressed.config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
+    ):
         notes.append(
             "transformers unpacks the weights of this checkpoint, so a gain is seen in an engine with kernels only"
         )
     both = samples.get("baseline"), samples["compressed"]
     return Speed(
-        engine="transformers",
+        engine=engine.name,
         batch=settings.batch,
         prompt_length=settings.prompt_length,
         new_tokens=new_tokens,
@@ -166,8 +180,8 @@ def measure_speed(
         warmup=settings.warmup,
         leak_runs=settings.leak_runs,
         device=device,
-        dtype=dtype,
-        threads=torch.get_num_threads(),
+        dtype=engine.dtype,
+        threads=engine.threads,
         arms=arms,
         prefill_speedup=_ratio(*([s.prefill for s in arm or ()] for arm in both)),
         decode_speedup=_ratio(*([sum(s.steps) for s in arm or ()] for arm in both)) if new_tokens else None,
@@ -193,52 +207,3 @@ def _ratio(baseline: list[float], compressed: list[float]) -> Estimate | None:
     bounds = np.asarray(stats.quantile_test(ratios, p=0.5).confidence_interval(0.95), dtype=np.float64)
     low, high = bounds.tolist() if np.isfinite(bounds).all() else (None, None)
     return Estimate(float(np.median(ratios)), low, high)
-
-
-class _Worker:
-    def __init__(self, name: str, connection: Connection) -> None:
-        self._name, self._connection = name, connection
-
-    def ask(self, request: str | None, argument: Any = None) -> Any:
-        try:
-            if request is not None:
-                self._connection.send((request, argument))
-            kind, answer = self._connection.recv()
-        except (EOFError, OSError):
-            raise MachineLimit(f"{self._name}: its process ended without a word: out of memory?") from None
-        if kind == "refused":
-            raise answer[0](answer[1])
-        if kind == "failed":
-            raise MachineLimit(f"{self._name}: cannot be run ({answer})")
-        return answer
-
-
-@contextmanager
-def _workers(
-    sources: dict[str, Source], task: Task, device: str, dtype: str, workload: Workload
-) -> Iterator[dict[str, _Worker]]:
-    context = multiprocessing.get_context("spawn")
-    processes, connections = [], []
-    try:
-        workers = {}
-        for name, source in sources.items():
-            ours, theirs = context.Pipe()
-            arguments = (
-                theirs, source.path, task, device, dtype, source.trust_remote_code, torch.get_num_threads(), workload,
-            )  # fmt: skip
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            connections.append(ours)
-            workers[name] = _Worker(source.ref, ours)
-        for worker in workers.values():
-            worker.ask(None)
-        yield workers
-    finally:
-        for connection in connections:
-            connection.close()
-        for process in processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()

@@ -5,7 +5,6 @@ The process takes turns with that of the other model, and waits without work in 
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 
 from compressor.errors import CompressorError
-from compressor.evaluation.leak import watch
+from compressor.evaluation.alive import collect, peak_memory, reset_peak
 from compressor.evaluation.load import Task, load_for_evaluation, quiet
 
 Compile = Literal["none", "reduce-overhead", "max-autotune"]
@@ -31,6 +31,15 @@ class Workload:
     new_tokens: int
     compile: Compile
     seed: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What runs the inferences."""
+
+    name: str
+    dtype: str
+    threads: int
 
 
 @dataclass
@@ -49,7 +58,8 @@ def serve(connection: Connection, path: Path, task: Task, device: str, dtype: st
         model = load_for_evaluation(path, dtype=dtype, device=device, trust_remote_code=trust)
         run = inference(model, task, workload)
         reset_peak(torch.device(device))
-        connection.send(("ready", None))
+        engine = f"transformers {transformers.__version__}"
+        connection.send(("ready", Engine(engine, dtype, torch.get_num_threads())))
         while True:
             request, argument = connection.recv()
             answer: Any
@@ -58,7 +68,7 @@ def serve(connection: Connection, path: Path, task: Task, device: str, dtype: st
             elif request == "memory":
                 answer = peak_memory(torch.device(device))
             else:
-                answer = watch(run, argument, torch.device(device))
+                answer = collect(run, argument, torch.device(device))
             connection.send(("done", answer))
     except EOFError:
         return
@@ -105,8 +115,6 @@ class _Stamps:
 
 
 def _generation(model: Any, ids: Tensor, workload: Workload) -> Callable[[], Sample]:
-    import transformers
-
     settings: dict[str, Any] = {}
     if workload.compile != "none":
         compiling = transformers.CompileConfig(mode=workload.compile)
@@ -143,24 +151,3 @@ def _now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-def reset_peak(device: torch.device) -> None:
-    """Forget what loading took."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak becomes what is resident now
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes at the peak since :func:`reset_peak`: of the GPU's allocator, or resident in the process; None where the
-    system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
