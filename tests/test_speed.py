@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 from typer.testing import CliRunner
 
 from compressor.cli.evaluate import evaluate
-from compressor.errors import CompressorError, GateFailed, UsageError
+from compressor.errors import CompressorError, GateFailed, MachineLimit, UsageError
 from compressor.evaluation.alive import collect, peak_memory
 from compressor.evaluation.leak import Growth, growth, growths
 from compressor.evaluation.speed import _ratio
@@ -213,3 +214,106 @@ def test_settings_that_cannot_be_measured_are_refused_first(tiny_llama_dir: Path
         code, text = run(tiny_llama_dir, *QUALITY, *SPEED, *flags)
         assert code == UsageError.exit_code
         assert message in text
+
+
+_FAKE_VLLM = '''
+import time
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos):
+        self.max_tokens = max_tokens
+
+
+class _Engine:
+    """Starts one waiting prompt a step, and gives every started one a token: as with chunked prefill."""
+
+    class model_config:
+        dtype = "torch.bfloat16"
+        get_vocab_size = staticmethod(lambda: 100)
+
+    def __init__(self, leaky):
+        self.left, self.kept, self.leaky = {}, [], leaky
+
+    def add_request(self, name, prompt, sampling):
+        assert len(prompt["prompt_token_ids"]) == 8
+        self.left[name] = [0, sampling.max_tokens]
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        import torch
+        if self.leaky:
+            self.kept.append(torch.ones(10))
+        time.sleep(0.001)
+        started = [n for n, (given, _) in self.left.items() if given]
+        waiting = [n for n, (given, _) in self.left.items() if not given]
+        outputs = []
+        for name in started + waiting[:1]:
+            self.left[name][0] += 1
+            given, most = self.left[name]
+            outputs.append(type("Output", (), {"request_id": name, "outputs": [type("O", (), {"token_ids": [0] * given})]}))
+            if given == most:
+                del self.left[name]
+        return outputs
+
+
+class LLM:
+    def __init__(self, model, **settings):
+        if "broken" in model:
+            raise NotImplementedError("no kernel for this processor")
+        print("vllm says hello on standard output")
+        assert settings["enable_prefix_caching"] is False
+        self.llm_engine = _Engine("leaky" in model)
+
+
+__version__ = "0.0"
+'''
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path) -> Path:
+    """An interpreter with an engine of a few lines in place of vLLM."""
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(_FAKE_VLLM)
+    (package / "inputs.py").write_text("TokensPrompt = dict\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_an_engine_is_timed_step_by_step(tiny_llama_dir: Path, tmp_path: Path, fake_vllm: Path) -> None:
+    arguments = [*QUALITY, *SPEED, "--engine", "vllm", "--engine-python", fake_vllm, "--latency-batch", "3"]
+    code, text = run(tiny_llama_dir, "--baseline", tiny_llama_dir, *arguments, "--leak-runs", "9", "--json")
+    assert code == 0, text
+    speed = json.loads(text)["speed"]
+    assert (speed["engine"], speed["dtype"], speed["notes"]) == ("vllm 0.0", "bfloat16", [])
+    times = speed["arms"]["compressed"]
+    # Three prompts take three steps of at least 1 ms until the last has its first token.
+    assert times["prefill"]["p50_ms"] >= 3
+    assert times["decode"]["p50_ms"] >= 1
+    assert not [g for arm in speed["arms"].values() for g in arm["growth"] if g["leak"]]
+
+    for name in ("leaky", "broken"):
+        shutil.copytree(tiny_llama_dir, tmp_path / name)
+    code, text = run(tmp_path / "leaky", *arguments, "--leak-runs", "9")
+    assert code == GateFailed.exit_code
+    assert "memory leak" in text
+    code, text = run(tmp_path / "broken", *arguments)
+    assert code == MachineLimit.exit_code
+    assert "vllm cannot run it here (NotImplementedError: no kernel for this processor)" in text
+
+
+def test_engine_settings_are_refused_first(tiny_llama_dir: Path) -> None:
+    for flags, code, message in (
+        (["--engine", "tgi"], UsageError.exit_code, "use transformers or vllm"),
+        (["--engine", "vllm", "--compile", "max-autotune"], UsageError.exit_code, "reduce-overhead"),
+        (["--engine", "vllm", "--engine-python", "/nowhere/python"], UsageError.exit_code, "cannot be run"),
+        (["--engine", "vllm", "--engine-python", sys.executable], MachineLimit.exit_code, "has no vllm"),
+    ):
+        found = run(tiny_llama_dir, *QUALITY, *SPEED, *flags)
+        assert found[0] == code
+        assert message in found[1]
