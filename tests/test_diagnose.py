@@ -275,6 +275,15 @@ def test_refusals_are_one_line(model: Path, healthy: Path, make_llama: Any, tmp_
     os.unlink(anonymous / "compression.json")
     assert "half of its layers differ" in refused(make_llama(num_hidden_layers=3, seed=4), anonymous)
 
+    mixed = tmp_path / "mixed"
+    shutil.copytree(healthy, mixed)
+    tensors = load_file(mixed / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    kept = {key: value for key, value in tensors.items() if not key.startswith(name)}
+    kept[name] = load_file(model / "model.safetensors")[name]
+    save_file(kept, mixed / "model.safetensors", metadata={"format": "pt"})
+    assert "need one format" in refused(model, mixed)
+
     other = tmp_path / "other"
     shutil.copytree(healthy, other)
     config = json.loads((other / "config.json").read_text()) | {"architectures": ["MistralForCausalLM"]}

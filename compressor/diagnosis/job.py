@@ -103,6 +103,11 @@ def open_job(settings: DiagnoseSettings, device: torch.device) -> DiagnoseJob:
         device,
     )
     _check_pair(scan, artifact)
+    for unit in scan.graph.units:
+        found = [formats.get(layer.name, DENSE) for layer in unit.layers]
+        if len(set(found)) > 1:
+            listed = ", ".join(f"{la.name} {f}" for la, f in zip(unit.layers, found, strict=True))
+            raise InputRefused(f"{opened.path}: engines fuse {listed}, which need one format")
     return DiagnoseJob(settings, scan, artifact, _twin(scan, artifact), formats)
 
 

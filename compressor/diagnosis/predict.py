@@ -18,6 +18,7 @@ from compressor.diagnosis.job import DiagnoseJob, weight_of
 from compressor.engines import check as check_engine
 from compressor.formats import DENSE, GROUP_SIZES, Format, fitting, parse_format, stored_bytes
 from compressor.graph import Unit, load, unload
+from compressor.rounding.unit import Method
 from compressor.sensitivity.candidates import candidates_of, input_moments
 from compressor.sensitivity.damage import from_products
 from compressor.sensitivity.journal import Journal
@@ -195,6 +196,8 @@ def _candidates(
         layer.name: (weight_of(job, layer.name) - modules[layer.name].weight).cpu() for layer in unit.layers
     }
     yield Candidate(unit, labels[0], errors)
-    yield from candidates_of(
-        unit, modules, labels[1:], hessian, method="gptq", scale_dtype=scale_dtype(job.original.dtype)
-    )
+    stored = scale_dtype(job.original.dtype)
+    for fmt in labels[1:]:
+        # At eight bits what GPTQ would gain on plain rounding is nothing beside what the fix gains.
+        method: Method = "rtn" if fmt.bits == 8 and fmt != job.format_of(unit) else "gptq"
+        yield from candidates_of(unit, modules, [fmt], hessian, method=method, scale_dtype=stored)

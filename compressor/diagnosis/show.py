@@ -41,7 +41,7 @@ def headline(found: Diagnosis) -> str:
     if worst is not None and worst.predicted_kl is not None and total > 0:
         share = f" ({100 * worst.predicted_kl / total:.0f} % of the predicted KL)"
     jump = f"the error jumps at {found.first_jump}" if found.first_jump else "no layer stands out"
-    return f"{kl}worst unit: {worst.name if worst else 'none'}{share}; {jump}"
+    return f"{kl}first suspect: {worst.name if worst else 'none'}{share}; {jump}"
 
 
 def layer_table(found: Diagnosis, every: bool, wide: bool, rows: int = 16) -> Table:
