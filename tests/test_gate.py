@@ -83,7 +83,7 @@ def test_no_gain_does_not_beat_the_control() -> None:
 
 
 def test_a_number_that_is_not_there_is_a_usage_error(directory: Path) -> None:
-    with pytest.raises(UsageError, match=r"min_speedup: the report has no speed-up over the teacher"):
+    with pytest.raises(UsageError, match=r"min_speedup: the report has no speed-up over the original"):
         gate(directory, "--min-speedup", "1.5")
     with pytest.raises(UsageError, match="no threshold is given"):
         gate(directory)

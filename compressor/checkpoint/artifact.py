@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from compressor.checkpoint.compressed_tensors import format_of_scheme
-from compressor.checkpoint.sidecar import Sidecar
+from compressor.checkpoint.sidecar import Sidecar, read_sidecar
 from compressor.errors import InputRefused
 from compressor.formats import Format
-from compressor.sources.tensors import TensorEntry, read_tensor
+from compressor.sources.tensors import TensorEntry, index_directory, read_tensor
 
 _MARKS = (".weight_packed", ".weight_scale")  # tensors that only a quantized layer has
 
@@ -46,6 +46,22 @@ class Artifact:
     def read(self, layer: str) -> dict[str, Tensor]:
         """The tensors of one layer, by their full names, in memory."""
         return {entry.name: read_tensor(entry) for entry in self.by_layer[layer].values()}
+
+
+def open_artifact(directory: Path) -> Artifact:
+    """The checkpoint in ``directory``. Raises InputRefused when it is not a readable compressed-tensors one."""
+    config, tensors, sidecar = (
+        read_json_config(directory),
+        index_directory(directory),
+        read_sidecar(directory),
+    )
+    try:
+        formats = formats_of(config["quantization_config"], tensors)
+    except Exception as error:  # third-party JSON of any shape
+        raise InputRefused(
+            f"{directory / 'config.json'}: its config groups cannot be read ({error!r})"
+        ) from None
+    return Artifact(directory, config, tensors, sidecar, formats)
 
 
 def read_json_config(directory: Path) -> dict[str, Any]:

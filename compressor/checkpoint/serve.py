@@ -32,7 +32,9 @@ def engine_interpreter(engine_python: Path | None) -> Path:
     python = engine_python if engine_python is not None else Path(sys.executable)
     ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        found = subprocess.run([str(python), "-c", ask], env=_environment(), check=False, capture_output=True)
+        found = subprocess.run(
+            [str(python), "-c", ask], env=engine_environment(), check=False, capture_output=True
+        )
     except OSError as error:
         raise UsageError(f"--engine-python {python}: cannot be run ({error.strerror})") from None
     if found.returncode != 0:
@@ -98,7 +100,7 @@ def _run(artifact: Artifact, python: Path, prompts: list[list[int]]) -> dict[str
         request = {"model": str(artifact.path.resolve()), "prompts": prompts, "max_tokens": _NEW_TOKENS}
         (directory / "request.json").write_text(json.dumps(request), "utf-8")
         command = [str(python.absolute()), "engine_vllm.py", "request.json", "report.json"]
-        errors = run_process(command, directory, _environment())
+        errors = run_process(command, directory, engine_environment())
         try:
             report: dict[str, Any] = json.loads((directory / "report.json").read_text("utf-8"))
         except OSError:
@@ -106,7 +108,7 @@ def _run(artifact: Artifact, python: Path, prompts: list[list[int]]) -> dict[str
         return report
 
 
-def _environment() -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """This environment, without what would lead another interpreter to this one's packages."""
     return {
         key: value

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compressor.console import note, out, warn
+from compressor.errors import GateFailed
 
 if TYPE_CHECKING:
     from compressor.evaluation.prepare import Preparation
 
-_MODELS, _DATA, _COMPUTE, _OUTPUT = "Models", "Data", "Compute", "Output"
+_MODELS, _DATA, _COMPUTE, _SPEED, _OUTPUT = "Models", "Data", "Compute", "Speed", "Output"
 
 
 def evaluate(
@@ -103,6 +104,41 @@ def evaluate(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of sampling and intervals.", rich_help_panel=_COMPUTE)
     ] = 0,
+    latency: Annotated[
+        bool,
+        typer.Option(
+            "--latency",
+            help="Also time both models in turns, and check inference for memory leaks (exit code 3).",
+            rich_help_panel=_SPEED,
+        ),
+    ] = False,
+    engine: Annotated[
+        str, typer.Option(help="What is timed: transformers or vllm.", rich_help_panel=_SPEED)
+    ] = "transformers",
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(help="Python with vllm, for --engine vllm.", rich_help_panel=_SPEED, show_default=False),
+    ] = None,
+    latency_batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.", rich_help_panel=_SPEED)] = 1,
+    prompt_length: Annotated[
+        int, typer.Option(min=1, help="Tokens in a prompt.", rich_help_panel=_SPEED)
+    ] = 128,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens generated after it.", rich_help_panel=_SPEED)
+    ] = 32,
+    compile_mode: Annotated[
+        str,
+        typer.Option("--compile", help="none, reduce-overhead or max-autotune.", rich_help_panel=_SPEED),
+    ] = "none",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Timed inferences of each model.", rich_help_panel=_SPEED)
+    ] = 20,
+    warmup: Annotated[
+        int, typer.Option(min=1, help="Inferences before them that do not count.", rich_help_panel=_SPEED)
+    ] = 3,
+    leak_runs: Annotated[
+        int, typer.Option(min=0, help="Inferences of the leak check; 0 for none.", rich_help_panel=_SPEED)
+    ] = 30,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -131,14 +167,17 @@ def evaluate(
     """Measure perplexity, KL divergence and top-1 agreement against the original.
 
     Both models see exactly the same tokens through the same code; every number has a 95 % interval by
-    paired bootstrap over sequences. Encoders are compared by their embeddings.
+    paired bootstrap over sequences. Encoders are compared by their embeddings. With --latency also
+    throughput, latency, peak memory and a leak check.
     """
     started = time.monotonic()
     from compressor.reports.write import check_report_directory, report_json, write_report
 
     if output is not None:
         check_report_directory(output, overwrite=overwrite)
+    from compressor.checkpoint.serve import engine_interpreter
     from compressor.evaluation.prepare import Settings, prepare
+    from compressor.evaluation.speed import SpeedSettings, check_settings, leaks, measure_speed
     from compressor.sources.model import open_model
 
     original = (
@@ -165,6 +204,14 @@ def evaluate(
         generations=generations,
     )
     preparation = prepare(original, checkpoint, settings)
+    speed_settings = SpeedSettings(
+        latency_batch, prompt_length, new_tokens, compile_mode, rounds, warmup, leak_runs
+    )
+    vllm_python = None
+    if latency:
+        check_settings(speed_settings, checkpoint, preparation.task, engine)
+        if engine == "vllm":
+            vllm_python = engine_interpreter(engine_python)
     for warning in preparation.warnings:
         warn(warning)
     if dry_run:
@@ -174,16 +221,30 @@ def evaluate(
     from compressor.evaluation.facts import model_facts
     from compressor.evaluation.run import evaluate_checkpoint
     from compressor.pipelines.provenance import tool_section
-    from compressor.reports.schema import Evaluation, Model, Report
+    from compressor.reports.schema import Evaluation, Growth, Model, Report, Speed
+    from compressor.reports.speed_wording import leak_line
     from compressor.reports.terminal import print_report
 
     result = evaluate_checkpoint(preparation)
+    speed = None
+    if latency:
+        speed = measure_speed(
+            original,
+            checkpoint,
+            preparation.task,
+            speed_settings,
+            device=preparation.device,
+            dtype=preparation.dtype,
+            seed=seed,
+            vllm_python=vllm_python,
+        )
     arguments = {"compressed": compressed, "baseline": baseline, **asdict(settings)}
     report = Report(
         tool=tool_section("evaluate", arguments, seed=seed, device=preparation.device, started=started),
         source=Model.of(model_facts(original)) if original is not None else None,
         artifact=Model.of(model_facts(checkpoint)),
         evaluation=Evaluation.of(result),
+        speed=Speed.of(speed) if speed is not None else None,
         warnings=list(preparation.warnings),
     )
     if as_json:
@@ -192,6 +253,9 @@ def evaluate(
         print_report(report)
     if output is not None:
         note(f"report: {write_report(report, output, overwrite=overwrite)}")
+    for arm, found in leaks(speed) if speed is not None else ():
+        ref = compressed if arm == "compressed" else baseline
+        raise GateFailed(f"{ref}: {leak_line(arm, Growth.of(found))}")
 
 
 def _print_preparation(preparation: "Preparation", as_json: bool) -> None:

@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import typer
 
 from compressor import __version__
-from compressor.cli import distill, evaluate, gate, inspect, plan, quantize, run, scan, verify
+from compressor.cli import diagnose, distill, evaluate, gate, inspect, plan, quantize, run, scan, verify
 from compressor.console import err
 from compressor.errors import INTERRUPTED, CompressorError
 
@@ -43,6 +43,7 @@ app.command(rich_help_panel=_LOOK)(inspect.inspect)
 app.command(rich_help_panel=_LOOK)(verify.verify)
 app.command(rich_help_panel=_LOOK)(evaluate.evaluate)
 app.command(rich_help_panel=_LOOK)(gate.gate)
+app.command(rich_help_panel=_LOOK)(diagnose.diagnose)
 
 
 def _print_version(wanted: bool) -> None:

@@ -16,7 +16,7 @@ _HEAD = """\
 
 def plan_yaml(plan: Plan, scan: Sensitivity, file: Path) -> str:
     """The document. Each unit's heading says what its format is predicted to cost, and the alternatives."""
-    lines = [_HEAD.format(model=_plain(scan.model), file=file.name)]
+    lines = [_HEAD.format(model=plain(scan.model), file=file.name)]
     head = plan.model_dump(mode="json", exclude={"layers"}, exclude_none=True)
     lines.append(yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=1000).rstrip())
     lines.append("layers:")
@@ -34,10 +34,10 @@ def plan_yaml(plan: Plan, scan: Sensitivity, file: Path) -> str:
             if options
             else f"  # block {unit.block} {unit.kind}: {what} {score.damage:.2g}"
         )
-        lines += [_line(layer.name, plan) for layer in unit.layers]
+        lines += [layer_line(layer.name, plan) for layer in unit.layers]
     if scan.kept:
         lines.append("  # kept as they are")
-        lines += [_line(name, plan) for name in scan.kept]
+        lines += [layer_line(name, plan) for name in scan.kept]
     return "\n".join(lines) + "\n"
 
 
@@ -58,14 +58,15 @@ def check_target(file: Path, overwrite: bool) -> None:
         raise UsageError(f"{file}: already exists: choose another output or pass --overwrite")
 
 
-def _line(name: str, plan: Plan) -> str:
+def layer_line(name: str, plan: Plan) -> str:
+    """One layer's line of the document."""
     assignment = plan.layers[name].model_dump(mode="json", exclude_none=True)
     flow = yaml.safe_dump(
         assignment, sort_keys=False, default_flow_style=True, allow_unicode=True, width=10000
     )
-    return f"  {_plain(name)}: {flow.strip()}"
+    return f"  {plain(name)}: {flow.strip()}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """``text`` as a YAML scalar, quoted only if it has to be."""
     return yaml.safe_dump(text, allow_unicode=True, width=10000).removesuffix("\n...\n").strip()

@@ -50,6 +50,13 @@ def _perplexity_increase(report: Report) -> Estimate | None:
     )
 
 
+def _speedup(report: Report) -> Estimate | None:
+    """Of generation where that was timed, else of the forward pass."""
+    if report.speed is not None:
+        return report.speed.decode_speedup or report.speed.prefill_speedup
+    return report.distillation.speedup if report.distillation else None
+
+
 _BASELINE = "evaluate a language model with --baseline"
 _QUANTITIES = (
     _Quantity("max_kl", "KL(original ‖ compressed)", "max", "nats/token", _metric("kl"), _BASELINE),
@@ -73,11 +80,11 @@ _QUANTITIES = (
     ),
     _Quantity(
         "min_speedup",
-        "speed-up over the teacher",
+        "speed-up over the original",
         "min",
         "×",
-        lambda report: report.distillation.speedup if report.distillation else None,
-        "it is in reports of a distillation",
+        _speedup,
+        "evaluate --latency with --baseline, or distill",
     ),
     _Quantity(
         "beat_control",

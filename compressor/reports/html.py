@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
-from compressor.reports import plots, wording
+from compressor.reports import plots, speed_wording, wording
 from compressor.reports.gates import sentence
 from compressor.reports.schema import Report
 
@@ -50,6 +50,9 @@ def render_html(report: Report) -> str:
         metric_label=wording.label,
         distillation_header=wording.distillation_header,
         distillation_rows=wording.distillation_rows,
+        speed_header=speed_wording.speed_header,
+        speed_rows=speed_wording.speed_rows,
+        speed_facts=speed_wording.speed_facts,
         drawings={
             name: Markup(draw(report))  # made here, of numbers and escaped labels
             for name, draw in (

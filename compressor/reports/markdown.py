@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jinja2
 
-from compressor.reports import wording
+from compressor.reports import speed_wording, wording
 from compressor.reports.gates import sentence
 from compressor.reports.schema import Report
 
@@ -60,6 +60,9 @@ def _render(report: Report, rows: int) -> str:
         distillation_verdict=wording.distillation_verdict,
         distillation_header=wording.distillation_header,
         distillation_rows=wording.distillation_rows,
+        speed_header=speed_wording.speed_header,
+        speed_rows=speed_wording.speed_rows,
+        speed_facts=speed_wording.speed_facts,
         worst=wording.worst_layers(layers),
         limit=rows,
     )

@@ -6,7 +6,7 @@ writer never emits any. Every section that a command has nothing to say about is
 ``report.schema.json`` beside this file.
 
 2.0: retention and speedup of a distillation are estimates with intervals; gates of all commands are in ``gate``; the
-scan and the plan, greedy generations and the standard error of timings were added.
+scan and the plan, greedy generations, speed and the standard error of timings were added.
 """
 
 import json
@@ -246,6 +246,59 @@ class Timing(Section):
     threads: int
 
 
+class Times(Section):
+    """Milliseconds of an inference's part, and the tokens a second that its median makes."""
+
+    p50_ms: FiniteFloat
+    p95_ms: FiniteFloat
+    p99_ms: FiniteFloat
+    tokens_per_second: FiniteFloat
+
+
+class Growth(Section):
+    """How a memory counter moves from one inference to the next: a robust slope in its unit (tensors or bytes) a run, with
+    a 99 % interval. ``leak``: it grows for certain."""
+
+    counter: str
+    slope: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+    leak: bool
+
+
+class SpeedArm(Section):
+    """One model, in a process of its own. ``prefill`` is until the first token (a forward pass of an encoder), ``decode``
+    each later token. ``peak_memory_bytes`` is of inference, weights included: of the GPU's allocator, or of the process."""
+
+    prefill: Times
+    decode: Times | None = None
+    warmup_seconds: FiniteFloat
+    peak_memory_bytes: int | None = None
+    growth: list[Growth] = Field(default_factory=list)
+
+
+class Speed(Section):
+    """Both models in turns, ``rounds`` inferences each of ``batch`` prompts of ``prompt_length`` tokens with
+    ``new_tokens`` generated after them. ``arms``: ``baseline`` and ``compressed``; speedups are the median of baseline ÷
+    compressed time over the rounds, with a 95 % interval."""
+
+    engine: str
+    batch: int
+    prompt_length: int
+    new_tokens: int
+    compile: Literal["none", "reduce-overhead", "max-autotune"]
+    rounds: int
+    warmup: int
+    leak_runs: int
+    device: str
+    dtype: str
+    threads: int
+    arms: dict[str, SpeedArm]
+    prefill_speedup: Estimate | None = None
+    decode_speedup: Estimate | None = None
+    notes: list[str] = Field(default_factory=list)
+
+
 class DistillationArm(Section):
     """One of the models that a distillation compares; ``kl`` and ``agreement`` are with the teacher."""
 
@@ -383,6 +436,7 @@ class Report(Section):
     coverage: Coverage | None = None
     quantization: Quantization | None = None
     evaluation: Evaluation | None = None
+    speed: Speed | None = None
     verification: Verification | None = None
     warnings: list[str] = Field(default_factory=list)
 

@@ -6,7 +6,8 @@ from rich.table import Table
 
 from compressor.console import out
 from compressor.reports import wording
-from compressor.reports.schema import Distillation, Report
+from compressor.reports.schema import Distillation, Report, Speed
+from compressor.reports.speed_wording import speed_facts, speed_header, speed_rows
 
 
 def print_report(report: Report, console: Console = out) -> None:
@@ -20,6 +21,10 @@ def print_report(report: Report, console: Console = out) -> None:
         console.print(_how(report), style="dim", markup=False, highlight=False)
         for text in report.evaluation.notes:
             console.print(f"note: {text}", markup=False, highlight=False)
+    if report.speed:
+        console.print(speed_table(report.speed))
+        for text in (speed_facts(report.speed), *report.speed.notes):
+            console.print(text, style="dim", markup=False, highlight=False)
     if report.quantization and wording.worst_layers(report.quantization.layers):
         console.print(worst_layer_table(report))
     if report.verification:
@@ -73,6 +78,16 @@ def distillation_table(found: Distillation) -> Table:
         column.justify = "right"
     for name, *cells in rows:
         table.add_row(name, *(escape(text.replace(" [", "\n[")) for text in cells))
+    return table
+
+
+def speed_table(found: Speed) -> Table:
+    """Throughput, latency and memory of both models."""
+    table = Table(*speed_header())
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for cells in speed_rows(found):
+        table.add_row(*(escape(text.replace(" [", "\n[")) for text in cells))
     return table
 
 
