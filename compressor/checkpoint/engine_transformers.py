@@ -16,20 +16,35 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.errors import CompressorError
-from compressor.evaluation.load import load_for_evaluation
+from compressor.evaluation.load import load_for_evaluation, token_inputs
 
 
-def answers(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
-    """The logits [tokens, vocabulary] of each sequence in fp32, or the last hidden state of a model without a head."""
+def answers(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
+    """The logits [tokens, vocabulary] of each sequence in fp32 ([1, labels] of a classifier), or the last hidden state
+    of a model without a head."""
     results = []
     with torch.inference_mode():
         for ids in sequences:
-            output = model(input_ids=torch.tensor([ids]))
+            output = model(**token_inputs(model, torch.tensor([ids])))
             logits = getattr(output, "logits", None)
-            results.append((logits if logits is not None else output[0])[0].float().clone())
+            answer = (logits if logits is not None else output[0])[0]
+            results.append(torch.atleast_2d(answer).float().clone())
     return results
+
+
+def as_stored(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` under the names and in the form that checkpoints store them, where transformers changes them: experts
+    one by one, for example."""
+    loaded_by = model.__dict__.pop("_weight_conversions", None)  # these know of quantization, and weights are dense now
+    try:
+        return revert_weight_conversion(model, weights)
+    finally:
+        if loaded_by is not None:
+            model._weight_conversions = loaded_by
 
 
 def digest(value: Tensor) -> str:
@@ -57,7 +72,8 @@ def _serve(request: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         Path(request["model"]), dtype=request["dtype"], trust_remote_code=request["trust_remote_code"]
     )
     dtype = model.dtype
-    weights = {name: digest(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: digest(value) for name, value in (held | as_stored(model, held)).items()}
     if request["upcast"]:
         with torch.inference_mode():  # as its weights were made
             nn.Module.float(model)  # the model's own float() refuses, though its weights are dense by now

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from compressor.checkpoint.artifact import Artifact
 from compressor.checkpoint.engine_transformers import answers, digest
@@ -69,7 +70,7 @@ class Reload:
             return reason
 
     @cached_property
-    def ours(self) -> nn.Module:
+    def ours(self) -> PreTrainedModel:
         return dense_model(self.artifact, self.theirs.report)
 
 
@@ -205,12 +206,14 @@ def run_process(command: list[str], directory: Path, environment: dict[str, str]
     return lines[-1][:300] if lines else f"exit status {done.returncode}"
 
 
-def dense_model(artifact: Artifact, report: dict[str, Any]) -> nn.Module:
+def dense_model(artifact: Artifact, report: dict[str, Any]) -> PreTrainedModel:
     """The model with the stored bytes decoded here, in fp32, with inputs quantized where the format says so.
 
     Weights are rounded to the model's dtype first, as an engine holds them.
     """
+    import accelerate
     import transformers
+    from transformers.pytorch_utils import Conv1D
 
     from compressor.evaluation.load import quiet
 
@@ -229,6 +232,11 @@ def dense_model(artifact: Artifact, report: dict[str, Any]) -> nn.Module:
         weights[f"{layer}.weight"] = decoded(artifact, layer).dequantize(dtype)
     config = transformers.AutoConfig.from_pretrained(artifact.path)
     del config.quantization_config
+    with accelerate.init_empty_weights():
+        modules = dict(model_class(config).named_modules())
+    for layer in artifact.formats:
+        if isinstance(modules.get(layer), Conv1D):
+            weights[f"{layer}.weight"] = weights[f"{layer}.weight"].T.contiguous()
     with quiet():
         model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
     model = model.eval().float()

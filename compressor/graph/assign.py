@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -11,6 +11,10 @@ from compressor.formats import DENSE, Format, fitting, stored_bytes
 from compressor.graph.skeleton import Skeleton
 from compressor.graph.units import Linear, ModelGraph, Unit
 from compressor.plans import Assignment, Plan
+from compressor.sources.tensors import TensorEntry
+
+IGNORED = "ignored by the user"
+_UNSUPPORTED_SHARE = 0.01
 
 
 def uniform_plan(
@@ -60,7 +64,7 @@ def uniform_plan(
         chosen = fitting(scheme, unit.layers[0].in_features)
         for layer in unit.layers:
             if layer.name in ignored:
-                fmt, reason = DENSE, "ignored by the user"
+                fmt, reason = DENSE, IGNORED
             elif chosen is None:
                 fmt, reason = DENSE, f"no group size divides {layer.in_features} inputs"
             else:
@@ -72,8 +76,31 @@ def uniform_plan(
             layers[layer.name] = Assignment(format=fmt.name, bytes=size, reason=reason)
     for name, why in kept.items():
         weight = skeleton.stored.get(f"{name}.weight")
+        if name in ignored:
+            why = IGNORED
         layers[name] = Assignment(format=DENSE.name, bytes=weight.nbytes if weight else 0, reason=why)
+    refuse_unsupported(skeleton, graph, accepted={name for name in kept if name in ignored})
     return Plan(model=skeleton.source.ref, layers=layers)
+
+
+def refuse_unsupported(skeleton: Skeleton, graph: ModelGraph, accepted: Collection[str] = ()) -> None:
+    """Raise InputRefused when more than 1 % of a model's matrices is of kinds that compressor does not quantize.
+
+    ``accepted`` are those that the user keeps by name.
+    """
+    entries = {name: _entry(skeleton, name) for name in graph.unsupported if name not in accepted}
+    sizes = {name: entry.numel for name, entry in entries.items() if entry is not None}
+    share = sum(sizes.values()) / (sum(sizes.values()) + sum(unit.numel for unit in graph.units))
+    if share > _UNSUPPORTED_SHARE:
+        first = min(sizes)
+        raise InputRefused(
+            f"{skeleton.source.path}: {share:.0%} of what is to be quantized is in {len(sizes)} matrices that cannot be, first "
+            f"{first} ({graph.kept[first]}): quantize only the rest with --ignore '*.{first.rpartition('.')[2]}'"
+        )
+
+
+def _entry(skeleton: Skeleton, name: str) -> TensorEntry | None:
+    return skeleton.stored.get(f"{name}.weight") or skeleton.stored.get(name)
 
 
 def _outside_unit(skeleton: Skeleton, graph: ModelGraph, name: str) -> Unit:

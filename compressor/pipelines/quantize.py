@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressor import __version__
 from compressor.calibration.block import calibrate_block
-from compressor.calibration.stream import Stream, advance, open_stream, outputs
+from compressor.calibration.stream import Stream, advance, enter_block, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
 from compressor.checkpoint.verify import Check, verify
 from compressor.checkpoint.writer import CheckpointWriter, begun_with, refuse_source
@@ -25,6 +25,7 @@ from compressor.console import note, steps, warn
 from compressor.errors import UsageError, VerificationFailed
 from compressor.formats import QuantizedWeight
 from compressor.graph import Linear, Unit, load, set_weight, unload
+from compressor.graph.experts import Experts
 from compressor.pipelines.estimate import resolve_method
 from compressor.pipelines.job import Job, estimated_disk_bytes, prepare, refuse_existing
 from compressor.recipes import QuantizeRecipe, Recipe
@@ -127,6 +128,9 @@ def _round_blocks(
     extras = _outside_units(job)
     with steps("quantizing", len(graph.blocks) + bool(extras)) as progress:
         for index, path in enumerate(graph.blocks):
+            for passing in (stream, reference, probe):
+                if passing is not None:
+                    enter_block(skeleton, graph, passing, index, dtype=dtype)
             block = load(skeleton, path, dtype=dtype, device=device)
             units = tuple(u for u in graph.units_of(index) if job.format_of(u.layers[0].name).quantized)
             formats = {layer.name: job.format_of(layer.name) for unit in units for layer in unit.layers}
@@ -150,10 +154,12 @@ def _round_blocks(
                     if _reconstruct(recipe, job, rounder, originals, block, index, reference, inputs):
                         stream.hidden = inputs
                         advance(stream, block, index, modules)
+                    _list_unchosen(rounder, block, path)
                 elif stream is not None:
                     calibrate_block(stream, block, index, units, formats, rounder)
+                    _list_unchosen(rounder, block, path)
                 else:
-                    for unit in units:
+                    for unit in (part for whole in units for part in whole.by_input):
                         rounder(unit, None, 0)
                         for name, weight in rounder.weights.items():
                             _install(job, name, weight)
@@ -166,6 +172,15 @@ def _round_blocks(
             records += _round_outside(recipe, job, writer, extras)
             progress.advance("outside the blocks")
     return records, _probe(job, probe, skip=bool(extras))
+
+
+def _list_unchosen(rounder: "_Rounder", block: nn.Module, path: str) -> None:
+    """Say of which experts the router chose none for any calibration token. (They were calibrated all the same: in
+    calibration every expert sees every token.)"""
+    for name, experts in block.named_modules():
+        if isinstance(experts, Experts):
+            for expert in torch.where(experts.chosen == 0)[0].tolist():
+                rounder.annotate("the router chose it for no calibration token", f"{path}.{name}.{expert}.")
 
 
 def _reference(recipe: Recipe, job: Job) -> Stream | None:
@@ -278,10 +293,11 @@ class _Rounder:
                 record["block_error"] = found.after
                 record["seconds"] = round(record["seconds"] + seconds / len(found.weights), 3)
 
-    def annotate(self, remark: str) -> None:
-        """Say something about every layer of the block."""
+    def annotate(self, remark: str, prefix: str = "") -> None:
+        """Say something about every layer of the block whose name begins with ``prefix``."""
         for record in self.records:
-            record["note"] = "; ".join(filter(None, [record.get("note"), remark]))
+            if record["module"].startswith(prefix):
+                record["note"] = "; ".join(filter(None, [record.get("note"), remark]))
 
 
 def _install(job: Job, name: str, weight: QuantizedWeight) -> None:
@@ -329,7 +345,8 @@ def _probe(job: Job, stream: Stream, skip: bool) -> dict[str, Any] | None:
     if skip:
         return None  # layers after the blocks were quantized, and the stream ends before them
     answer = outputs(job.skeleton, job.graph, stream, dtype=job.compute_dtype)[0].float().cpu()
-    positions = torch.linspace(0, _PROBE_TOKENS - 1, _PROBE_POSITIONS).round().long()
+    answer = torch.atleast_2d(answer)  # a classifier has one row for the whole sequence
+    positions = torch.linspace(0, len(answer) - 1, min(len(answer), _PROBE_POSITIONS)).round().long()
     top = answer[positions].topk(min(8, answer.shape[-1]), dim=-1)
     return {
         "input_ids": stream.input_ids[0].tolist(),

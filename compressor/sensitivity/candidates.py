@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.calibration.gram import Gram
-from compressor.calibration.stream import Stream
+from compressor.calibration.stream import Stream, call_block
 from compressor.engines import check as check_engine
 from compressor.errors import UsageError
 from compressor.formats import DENSE, Format, fitting
@@ -103,8 +103,7 @@ def input_moments(
             for number, batch in enumerate(stream.batches):
                 mask = stream.valid[batch]
                 valid = None if bool(mask.all()) else mask.to(stream.device)
-                call = stream.calls[number][index]
-                block(hidden[batch].to(stream.device), *call.args, **call.kwargs)
+                call_block(stream, block, index, number, hidden[batch].to(stream.device))
     finally:
         for handle in handles:
             handle.remove()

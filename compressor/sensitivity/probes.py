@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressor.calibration.stream import Stream, plain_call, tail
+from compressor.calibration.stream import Stream, call_of, plain_call, tail
 from compressor.errors import InputRefused
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, Unit
@@ -119,7 +119,7 @@ def score_batch(
     draws = len(gradients)
     hidden = hidden.detach().clone().requires_grad_(draws > 0)
     with torch.set_grad_enabled(draws > 0), _seen(modules) as seen:
-        call = plain_call(stream.calls[number][index])
+        call = plain_call(call_of(stream, index, number))
         output = block(hidden, *call.args, **call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
     names = list(seen)

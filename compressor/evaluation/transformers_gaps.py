@@ -1,0 +1,60 @@
+"""What transformers 5.24 lacks to load some checkpoints that it could run, filled in while they load.
+
+* compressed-tensors quantizes Linear modules, and GPT-2's layers are ``Conv1D``: those that the checkpoint holds
+  quantized become Linear, which is what they are but for the order of their axes.
+* After loading, Mamba's ``_init_weights`` touches ``out_proj.weight`` although nothing is left to initialise, and a
+  packed layer has no ``weight`` yet: such modules are left as they were loaded.
+
+vLLM needs neither. Each part can go when transformers has it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+
+@contextmanager
+def filled() -> Iterator[None]:
+    """Inside, ``from_pretrained`` loads what it cannot by itself."""
+    prepare = CompressedTensorsHfQuantizer._process_model_before_weight_loading
+    initialize = PreTrainedModel._initialize_weights
+
+    def with_linears(quantizer: Any, model: nn.Module, **kwargs: Any) -> Any:
+        groups = quantizer.compressor.quantization_config.config_groups.values()
+        as_linear(model, {target for group in groups for target in group.targets})
+        return prepare(quantizer, model, **kwargs)
+
+    def unless_packed(model: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        try:
+            initialize(model, module, *args, **kwargs)
+        except AttributeError:
+            if not any(hasattr(child, "quantization_scheme") for child in module.modules()):
+                raise
+
+    CompressedTensorsHfQuantizer._process_model_before_weight_loading = with_linears
+    PreTrainedModel._initialize_weights = unless_packed
+    try:
+        yield
+    finally:
+        CompressedTensorsHfQuantizer._process_model_before_weight_loading = prepare
+        PreTrainedModel._initialize_weights = initialize
+
+
+def as_linear(model: nn.Module, names: set[str]) -> None:
+    """Put a Linear in the place of each ``Conv1D`` called one of ``names``; weights are not carried over."""
+    for name, module in list(model.named_modules()):
+        if name in names and isinstance(module, Conv1D):
+            in_features, out_features = module.weight.shape
+            linear = nn.Linear(
+                in_features,
+                out_features,
+                bias=module.bias is not None,
+                device=module.weight.device,
+                dtype=module.weight.dtype,
+            )
+            model.set_submodule(name, linear)
