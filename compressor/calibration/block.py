@@ -42,11 +42,11 @@ def calibrate_block(
     modules = {
         layer.name: block.get_submodule(layer.name.removeprefix(path)) for u in units for layer in u.layers
     }
-    whole = {layer.name: unit.name for unit in units for layer in unit.layers}
+    stage_of = {part.name: stage for unit in units for stage in unit.parts for part in stage}
     units = tuple(part for unit in units for part in unit.by_input)
     unit_of = {layer.name: unit for unit in units for layer in unit.layers}
     waiting = {unit.name for unit in units}
-    measured: set[str] = set()  # in this pass: one unit, whose parts may see other inputs (experts)
+    measuring: tuple[Unit, ...] | None = None  # in this pass: parts of one unit that read values of their own
     grams: dict[str, Gram] = {}
     one_batch = len(stream.batches) == 1
     valid: Tensor | None = None
@@ -62,17 +62,18 @@ def calibrate_block(
         unit, fmt = unit_of[name], formats[name]
 
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            nonlocal measuring
             x = fake_quantize_activations(args[0], fmt)
             if unit.name in waiting:
-                if not one_batch and measured - {whole[name]}:
+                if measuring is not None and unit not in measuring:
                     raise _UnitReached
                 gram = grams.setdefault(unit.name, Gram(x.shape[-1], x.device))
                 flat = x.reshape(-1, x.shape[-1])
                 gram.add(flat if valid is None or len(valid) != len(flat) else flat[valid])
                 if one_batch:
                     finish(unit)
-                elif len(unit.layers) == 1 and whole[name] != unit.name:
-                    measured.add(whole[name])  # its other parts follow
+                elif len(stage_of[unit.name]) > 1:
+                    measuring = stage_of[unit.name]  # its other parts follow
                 else:
                     raise _UnitReached
             return (x, *args[1:])
@@ -86,7 +87,7 @@ def calibrate_block(
                 before_pass = len(waiting)
                 for number in range(len(stream.batches)):
                     valid = _valid(stream, number)
-                    measured.clear()
+                    measuring = None
                     try:
                         run(stream, block, index, number)
                     except _UnitReached:
@@ -95,7 +96,7 @@ def calibrate_block(
                     finish(unit)
                 if len(waiting) == before_pass:
                     break
-            measured.clear()
+            measuring = None
             for number, batch in enumerate(stream.batches):
                 valid = _valid(stream, number)
                 stream.hidden[batch] = run(stream, block, index, number).to(stream.hidden.device)

@@ -32,6 +32,7 @@ _TIMEOUT = 3600  # seconds
 # first choices), while one layer with its rows in the wrong order is 0.35 off.
 _LARGEST = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 _MEAN_WITH_QUANTIZED_INPUTS = 0.2
+_LAST_BITS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,15 @@ def check_reloaded_weights(reload: Reload) -> str:
 def check_reloaded_outputs(reload: Reload) -> str:
     """The model that transformers loads answers as the stored bytes decoded here do.
 
-    Both compute in fp32 with weights rounded to the model's dtype, so the bits should be equal, and must be
-    where only weights are quantized.
+    Both compute in fp32 with weights rounded to the model's dtype, so all but the last bits must be equal where only
+    weights are quantized. (The order of a product's sums may depend on where its operands lie in memory.)
     """
     ours, theirs = torch.cat(answers(reload.ours, reload.sequences)), torch.cat(reload.theirs.outputs)
     line = f"{sum(len(ids) for ids in reload.sequences)} tokens"
     if torch.equal(ours, theirs):
         return f"{line}: identical"
-    if not _quantizes_inputs(reload.artifact):
-        raise Failed(
-            f"{line}: differ by up to {float((ours - theirs).abs().max()):.2g}, where all should be identical"
-        )
-    return _close(line, ours, theirs, float(ours.std()), None)
+    largest = None if _quantizes_inputs(reload.artifact) else _LAST_BITS
+    return _close(line, ours, theirs, float(ours.std()), largest)
 
 
 def check_probe(reload: Reload) -> str:

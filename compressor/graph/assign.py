@@ -61,7 +61,7 @@ def uniform_plan(
             raise UsageError(
                 f"--ignore keeps {group_ignored[0]} but not {others}: engines fuse them into one matrix, so ignore all or none"
             )
-        chosen = fitting(scheme, unit.layers[0].in_features)
+        chosen = fitting(scheme, *(layer.in_features for layer in unit.layers))
         for layer in unit.layers:
             if layer.name in ignored:
                 fmt, reason = DENSE, IGNORED
@@ -72,7 +72,9 @@ def uniform_plan(
                 reason = (
                     None if chosen == scheme else f"{layer.in_features} inputs: {scheme} does not divide them"
                 )
-            size = stored_bytes(fmt, layer.out_features, layer.in_features, skeleton.dtype.itemsize)
+                if reason and scheme.fits(layer.in_features):
+                    reason = f"{scheme} does not divide the inputs of other experts of its layer"
+            size = layer_bytes(skeleton, layer, fmt)
             layers[layer.name] = Assignment(format=fmt.name, bytes=size, reason=reason)
     for name, why in kept.items():
         weight = skeleton.stored.get(f"{name}.weight")
@@ -81,6 +83,14 @@ def uniform_plan(
         layers[name] = Assignment(format=DENSE.name, bytes=weight.nbytes if weight else 0, reason=why)
     refuse_unsupported(skeleton, graph, accepted={name for name in kept if name in ignored})
     return Plan(model=skeleton.source.ref, layers=layers)
+
+
+def layer_bytes(skeleton: Skeleton, layer: Linear, fmt: Format) -> int:
+    """Bytes that a layer takes in the checkpoint."""
+    dtype = skeleton.dtype
+    return stored_bytes(
+        fmt, layer.out_features, layer.in_features, dtype.itemsize, layer.scale_bytes(dtype)
+    )
 
 
 def refuse_unsupported(skeleton: Skeleton, graph: ModelGraph, accepted: Collection[str] = ()) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -59,30 +60,47 @@ class Linear:
     def numel(self) -> int:
         return self.out_features * self.in_features
 
+    def scale_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a stored scale in a model of ``dtype``: two, but transformers gives experts the dtype of their scales,
+        which has to be the model's."""
+        return 4 if self.form == "expert" and dtype == torch.float32 else 2
+
 
 @dataclass(frozen=True)
 class Unit:
     """Linear layers that must share one format. ``block`` is the index of the block they are in.
 
-    ``same_input`` says that all of them read the same values, so that one Hessian serves them all.
+    ``stages`` are sets of layer names where not all layers read the same values: a stage computes from what the one
+    before it gives, and each set in it reads values of its own. Empty if all layers read the same.
     """
 
     name: str
     kind: str
     block: int
     layers: tuple[Linear, ...]
-    same_input: bool = True
+    stages: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @property
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
 
     @property
+    def parts(self) -> tuple[tuple["Unit", ...], ...]:
+        """The unit in parts whose layers read the same values, so that one Hessian serves them, stage by stage."""
+        if not self.stages:
+            return ((self,),)
+        layers = {layer.name: layer for layer in self.layers}
+
+        def part(names: tuple[str, ...]) -> Unit:
+            name = names[0] if len(names) == 1 else f"{self.name}.{len(names)}"
+            return Unit(name, self.kind, self.block, tuple(layers[n] for n in names))
+
+        return tuple(tuple(part(names) for names in stage) for stage in self.stages)
+
+    @property
     def by_input(self) -> tuple["Unit", ...]:
-        """The unit in parts whose layers read the same values."""
-        if self.same_input:
-            return (self,)
-        return tuple(Unit(layer.name, self.kind, self.block, (layer,)) for layer in self.layers)
+        """All parts, in the order in which data reaches them."""
+        return tuple(part for stage in self.parts for part in stage)
 
 
 @dataclass(frozen=True)
@@ -228,9 +246,7 @@ def fused(names: Iterable[str]) -> list[tuple[str, str, list[str]]]:
             continue
         expert = _EXPERT.match(name)
         if expert:
-            kind = "experts_in" if expert["leaf"] in _EXPERT_INPUTS else "experts_out"
-            unit = f"{expert['stack']}.{kind.removeprefix('experts_')}"
-            found.setdefault(unit, (unit, kind, []))[2].append(name)
+            found.setdefault(expert["stack"], (expert["stack"], "experts", []))[2].append(name)
             continue
         parent, _, leaf = name.rpartition(".")
         for kind, members in FUSED.items():
@@ -250,12 +266,18 @@ def _fuse(layers: dict[str, Linear], block: int) -> list[Unit]:
     for name, kind, members in fused(layers):
         found = tuple(layers[member] for member in members)
         parent = name.rpartition(".")[0].rpartition(".")[2]
-        same = not (
-            kind == "experts_out"
-            or (kind == "experts_in" and any(layer.form != "expert" for layer in found))
-            or (kind == "qkv" and parent in _CROSS)
-        )
-        units.append(Unit(name, kind, block, found, same or len(found) == 1))
+        stages: tuple[tuple[tuple[str, ...], ...], ...] = ()
+        if kind == "experts":
+            inputs = tuple(n for n in members if n.rpartition(".")[2] in _EXPERT_INPUTS)
+            outputs = tuple((n,) for n in members if n not in inputs)
+            if all(layer.form == "expert" for layer in found):
+                stages = ((inputs,), outputs)  # in calibration, all of them see every token
+            else:
+                stages = (tuple((n,) for n in inputs), outputs)
+            stages = tuple(stage for stage in stages if any(stage))
+        elif kind == "qkv" and parent in _CROSS:
+            stages = (tuple((n,) for n in members),)
+        units.append(Unit(name, kind, block, found, stages))
     return units
 
 

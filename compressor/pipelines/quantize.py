@@ -80,7 +80,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
         records, probe = _round_blocks(recipe, job, writer)
         sidecar = _sidecar(recipe, job, files, records, probe)
         config = dict(job.source.config)
-        config["quantization_config"] = quantization_config(job.plan, job.graph)
+        config["quantization_config"] = quantization_config(job.plan, job.graph, _stored_as(job))
         replaced = {job.skeleton.stored[f"{name}.weight"].name for name in job.plan.quantized()}
         built = writer.finish(job.source, config, sidecar, replaced)
         peak = _peak_memory()
@@ -100,6 +100,13 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
             )
         writer.publish()
     return Quantized(target, recipe.quantize, job, sidecar, records, checks, peak, time.monotonic() - start)
+
+
+def _stored_as(job: Job) -> dict[str, str]:
+    """Names of kept layers in the checkpoint, where transformers has other ones."""
+    names = {name: job.skeleton.stored.get(f"{name}.weight") for name in job.plan.kept()}
+    stored = {name: entry.name.removesuffix(".weight") for name, entry in names.items() if entry is not None}
+    return {name: other for name, other in stored.items() if other != name}
 
 
 def _round_blocks(
@@ -250,6 +257,7 @@ class _Rounder:
         self.weights: dict[str, QuantizedWeight] = {}
         self.records: list[dict[str, Any]] = []
         self._settings, self._job = settings, job
+        self._stored_in: dict[str, torch.dtype] = {}  # of each layer's scales
 
     def __call__(self, unit: Unit, hessian: Tensor | None, tokens: int) -> dict[str, Tensor]:
         start = time.monotonic()
@@ -265,7 +273,9 @@ class _Rounder:
         )
         computed = {}
         for layer, result in zip(unit.layers, results, strict=True):
-            self.tensors |= encode(layer.name, result.weight, scale_dtype(job.skeleton.dtype))
+            stored_in = torch.float32 if layer.scale_bytes(job.skeleton.dtype) == 4 else None
+            self._stored_in[layer.name] = stored_in or scale_dtype(job.skeleton.dtype)
+            self.tensors |= encode(layer.name, result.weight, self._stored_in[layer.name])
             self.weights[layer.name] = result.weight
             computed[layer.name] = result.weight.dequantize(job.skeleton.dtype).to(job.compute_dtype)
             record = {
@@ -284,7 +294,7 @@ class _Rounder:
 
     def replace(self, name: str, weight: QuantizedWeight, found: Reconstruction, seconds: float) -> None:
         """Take over a layer's weight from the reconstruction of its block."""
-        self.tensors |= encode(name, weight, scale_dtype(self._job.skeleton.dtype))
+        self.tensors |= encode(name, weight, self._stored_in[name])
         self.weights[name] = weight
         for record in self.records:
             if record["module"] == name:

@@ -97,7 +97,7 @@ def _candidates(
                 unit,
                 modules,
                 [fmt],
-                moments.get(unit.name),
+                moments,
                 method=job.settings.rounding,
                 scale_dtype=scale_dtype(job.skeleton.dtype),
             )
@@ -183,7 +183,7 @@ def last_hidden(job: "ScanJob", plan: Mapping[str, str] | None = None) -> Tensor
                     unit,
                     modules,
                     [fmt],
-                    moments.get(unit.name),
+                    moments,
                     method=job.settings.rounding,
                     scale_dtype=scale_dtype(job.skeleton.dtype),
                 )
