@@ -122,9 +122,7 @@ FAMILIES: dict[str, Family] = {
             **_SPECIAL,
         },
     ),
-    "gpt_neox": Family(
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", {**_BERT, **_SPECIAL}
-    ),
+    "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_BERT, **_SPECIAL}),
     "cohere": _llama("Cohere", drop=("head_dim",)),
     "olmo2": _llama("Olmo2", drop=("head_dim",)),
     "smollm3": _llama("SmolLM3", drop=("head_dim",), no_rope_layer_interval=2, num_hidden_layers=2),
@@ -237,7 +235,9 @@ FAMILIES: dict[str, Family] = {
     "bert": Family(
         "BertForSequenceClassification", "BertConfig", _BERT, "encoder", floor=0.9, why="outside the blocks"
     ),
-    "bert_mlm": Family("BertForMaskedLM", "BertConfig", _BERT, "encoder", floor=0.9, why="outside the blocks"),
+    "bert_mlm": Family(
+        "BertForMaskedLM", "BertConfig", _BERT, "encoder", floor=0.9, why="outside the blocks"
+    ),
     "roberta": Family(
         "RobertaForSequenceClassification",
         "RobertaConfig",
@@ -362,7 +362,9 @@ def _tokenizer() -> Any:
     return make_tokenizer()
 
 
-def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def make_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.settings | changes)
     torch.manual_seed(seed)
@@ -374,7 +376,9 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **c
     return model
 
 
-def save_family(directory: Path, name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def save_family(
+    directory: Path, name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """Write a tiny model of the family ``name``; ``changes`` go into its config."""
     make_model(name, seed, dtype, **changes).save_pretrained(directory)
     _tokenizer().save_pretrained(directory)

@@ -267,6 +267,7 @@ def _count_outputs(model: nn.Module, graph: ModelGraph, stream: Stream, first: i
     Found by trying: each block gets what the one before it is said to return, which goes wrong at once when the
     model expects something else.
     """
+
     def stop(*_: Any) -> None:
         raise _BlocksReached
 
@@ -275,7 +276,11 @@ def _count_outputs(model: nn.Module, graph: ModelGraph, stream: Stream, first: i
         passed: list[bool] = []
 
         def note_call(
-            index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], passed: list[bool] = passed
+            index: int,
+            hidden: Tensor,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            passed: list[bool] = passed,
         ) -> Any:
             if index == first - 1:
                 hidden = stream.hidden[stream.batches[0]].to(stream.device)

@@ -97,7 +97,9 @@ def stored_tensors(
     return tensors
 
 
-def quantization_config(plan: Plan, graph: ModelGraph, stored_as: Mapping[str, str] | None = None) -> dict[str, Any]:
+def quantization_config(
+    plan: Plan, graph: ModelGraph, stored_as: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The ``quantization_config`` of ``config.json``: one group per format, every layer by its full name.
 
     Targets are exact names, so that no layer can match two groups and no rule of precedence (in which

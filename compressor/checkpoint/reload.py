@@ -78,27 +78,38 @@ class Reload:
 def check_reloaded_weights(reload: Reload) -> str:
     """Every weight that transformers holds after decompression is, bit for bit, what the stored bytes mean."""
     artifact, report = reload.artifact, reload.theirs.report
-    dtype = getattr(torch, report["dtype"])
     held: dict[str, str] = report["weights"]
-    prefix = report["prefix"]
 
     def of(name: str) -> str | None:
-        return held.get(name) or held.get(f"{prefix}.{name}") or held.get(name.removeprefix(f"{prefix}."))
+        return next((held[alias] for alias in _aliases(name, report) if alias in held), None)
 
     layers = others = 0
     for layer, fmt in artifact.formats.items():
         if fmt is None:
             continue
-        if of(f"{layer}.weight") != digest(decoded(artifact, layer).dequantize(dtype)):
+        if of(f"{layer}.weight") != digest(
+            decoded(artifact, layer).dequantize(_dtype(report, f"{layer}.weight"))
+        ):
             raise Failed(f"{layer}: transformers decodes it to other weights than are stored")
         layers += 1
     for name, entry in artifact.tensors.items():
         if name.rpartition(".")[0] in artifact.formats or of(name) is None:
             continue
-        if of(name) != digest(read_tensor(entry).to(dtype)):
+        if of(name) != digest(read_tensor(entry).to(_dtype(report, name))):
             raise Failed(f"{name}: transformers loads other values than are stored")
         others += 1
     return f"{layers} layers and {others} other tensors equal in {report['engine']}"
+
+
+def _aliases(name: str, report: dict[str, Any]) -> tuple[str, ...]:
+    prefix = report["prefix"]
+    return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
+
+
+def _dtype(report: dict[str, Any], name: str) -> torch.dtype:
+    """What transformers holds a weight in: the model's dtype, but for a few that it keeps in fp32 (T5's ``wo``)."""
+    own = (report["dtypes"][alias] for alias in _aliases(name, report) if alias in report["dtypes"])
+    return getattr(torch, next(own, report["dtype"]))
 
 
 def check_reloaded_outputs(reload: Reload) -> str:
@@ -227,7 +238,7 @@ def dense_model(artifact: Artifact, report: dict[str, Any]) -> PreTrainedModel:
         if layer not in artifact.formats or leaf == "bias":
             weights[name] = read_tensor(entry)
     for layer in artifact.formats:
-        weights[f"{layer}.weight"] = decoded(artifact, layer).dequantize(dtype)
+        weights[f"{layer}.weight"] = decoded(artifact, layer).dequantize(_dtype(report, f"{layer}.weight"))
     config = transformers.AutoConfig.from_pretrained(artifact.path)
     del config.quantization_config
     with accelerate.init_empty_weights():

@@ -11,6 +11,7 @@ vLLM needs neither. Each part can go when transformers has it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,13 +37,11 @@ def filled() -> Iterator[None]:
             if not any(hasattr(child, "quantization_scheme") for child in module.modules()):
                 raise
 
-    CompressedTensorsHfQuantizer._process_model_before_weight_loading = with_linears
-    PreTrainedModel._initialize_weights = unless_packed
-    try:
+    with (
+        patch.object(CompressedTensorsHfQuantizer, "_process_model_before_weight_loading", with_linears),
+        patch.object(PreTrainedModel, "_initialize_weights", unless_packed),
+    ):
         yield
-    finally:
-        CompressedTensorsHfQuantizer._process_model_before_weight_loading = prepare
-        PreTrainedModel._initialize_weights = initialize
 
 
 def as_linear(model: nn.Module, names: set[str]) -> None:

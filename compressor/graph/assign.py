@@ -66,7 +66,8 @@ def uniform_plan(
             if layer.name in ignored:
                 fmt, reason = DENSE, IGNORED
             elif chosen is None:
-                fmt, reason = DENSE, f"no group size divides {layer.in_features} inputs"
+                misfit = next(x.in_features for x in unit.layers if fitting(scheme, x.in_features) is None)
+                fmt, reason = DENSE, f"no group size divides {misfit} inputs"
             else:
                 fmt = chosen
                 reason = (
@@ -88,9 +89,7 @@ def uniform_plan(
 def layer_bytes(skeleton: Skeleton, layer: Linear, fmt: Format) -> int:
     """Bytes that a layer takes in the checkpoint."""
     dtype = skeleton.dtype
-    return stored_bytes(
-        fmt, layer.out_features, layer.in_features, dtype.itemsize, layer.scale_bytes(dtype)
-    )
+    return stored_bytes(fmt, layer.out_features, layer.in_features, dtype.itemsize, layer.scale_bytes(dtype))
 
 
 def refuse_unsupported(skeleton: Skeleton, graph: ModelGraph, accepted: Collection[str] = ()) -> None:
@@ -103,9 +102,11 @@ def refuse_unsupported(skeleton: Skeleton, graph: ModelGraph, accepted: Collecti
     share = sum(sizes.values()) / (sum(sizes.values()) + sum(unit.numel for unit in graph.units))
     if share > _UNSUPPORTED_SHARE:
         first = min(sizes)
+        parent, _, leaf = first.rpartition(".")
+        pattern = f"*.{leaf}" if f"{first}.weight" in skeleton.stored else f"*.{parent.rpartition('.')[2]}.*"
         raise InputRefused(
             f"{skeleton.source.path}: {share:.0%} of what is to be quantized is in {len(sizes)} matrices that cannot be, first "
-            f"{first} ({graph.kept[first]}): quantize only the rest with --ignore '*.{first.rpartition('.')[2]}'"
+            f"{first} ({graph.kept[first]}): quantize only the rest with --ignore '{pattern}'"
         )
 
 

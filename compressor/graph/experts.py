@@ -8,6 +8,7 @@ quantized checkpoints know the stored form, so the skeleton goes back to it.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,17 @@ class Experts(nn.Module):
 
     def __init__(self, stack: nn.Module, names: StoredExperts) -> None:
         super().__init__()
-        inner, hidden = stack.down_proj.shape[2], stack.down_proj.shape[1]
+        _, hidden, inner = stack.get_parameter("down_proj").shape
         self.number = len(names.down)
         self.all_tokens = False
         self.chosen = torch.zeros(self.number, dtype=torch.int64)
         # The stack itself stays out of the module tree, and without its weights: it is asked for its gate only.
         for name in list(stack._parameters):
             stack._parameters[name] = None
-        object.__setattr__(self, "stack", stack)
-        self._leaves = [name[0].rpartition(".")[2] if name else "" for name in (names.gate, names.up, names.down)]
+        self._stack = [stack]
+        self._leaves = [
+            name[0].rpartition(".")[2] if name else "" for name in (names.gate, names.up, names.down)
+        ]
         for expert in range(self.number):
             child = nn.Module()
             for leaf, (out_features, in_features) in zip(
@@ -68,11 +71,13 @@ class Experts(nn.Module):
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         layers = self.get_submodule(str(expert))._modules
+        stack: Any = self._stack[0]
         gate, up, down = (layers.get(leaf) for leaf in self._leaves)
-        assert up is not None and down is not None
+        assert isinstance(up, nn.Linear)
+        assert isinstance(down, nn.Linear)
         if gate is None:
-            return down(self.stack.act_fn(up(x)))
-        return down(self.stack._apply_gate(torch.cat([gate(x), up(x)], dim=-1)))
+            return down(stack.act_fn(up(x)))
+        return down(stack._apply_gate(torch.cat([gate(x), up(x)], dim=-1)))
 
 
 def can_unfuse(stack: nn.Module) -> bool:

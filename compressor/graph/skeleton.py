@@ -47,11 +47,7 @@ class Skeleton:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that holds most of the stored floating-point values."""
-        sizes: dict[torch.dtype, int] = {}
-        for entry in self.source.tensors.values():
-            if entry.torch_dtype.is_floating_point:
-                sizes[entry.torch_dtype] = sizes.get(entry.torch_dtype, 0) + entry.numel
-        return max(sizes, key=lambda dtype: sizes[dtype])
+        return _dtype(self.source)
 
     def read(self, name: str) -> Tensor:
         """The stored value of a parameter, in the parameter's own shape."""
@@ -74,7 +70,7 @@ def build_skeleton(source: Source) -> Skeleton:
     ties = _declared_ties(module, stored)
 
     missing = [name for name in parameters if name not in stored and name not in ties]
-    missing = [name for name in missing if not _computed(module, name)]
+    missing = [name for name in missing if not _computed(module, name, _dtype(source))]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputRefused(
@@ -134,12 +130,20 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
+def _dtype(source: Source) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for entry in source.tensors.values():
+        if entry.torch_dtype.is_floating_point:
+            sizes[entry.torch_dtype] = sizes.get(entry.torch_dtype, 0) + entry.numel
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
 def _declared_ties(module: PreTrainedModel, stored: dict[str, TensorEntry]) -> dict[str, str]:
     """Parameters that are not stored, by the stored one that they share. Which of a group is stored varies."""
     groups: dict[str, list[str]] = {}
     for name, shared in (getattr(module, "all_tied_weights_keys", None) or {}).items():
         groups.setdefault(shared, [shared]).append(name)
-    ties = {}
+    ties: dict[str, str] = {}
     for members in groups.values():
         held = [name for name in members if name in stored]
         ties |= {name: held[0] for name in members if held and name not in stored}
@@ -151,25 +155,33 @@ def _as_linear(module: nn.Module) -> list[str]:
     found = [name for name, m in module.named_modules() if isinstance(m, Conv1D)]
     for name in found:
         conv = module.get_submodule(name)
+        assert isinstance(conv, Conv1D)
         in_features, out_features = conv.weight.shape
         linear = nn.Linear(in_features, out_features, bias=conv.bias is not None, device="meta")
         module.set_submodule(name, linear.requires_grad_(False))
     return found
 
 
-def _computed(module: PreTrainedModel, name: str) -> bool:
+def _computed(module: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
     """Make a parameter that is computed when the model is built and never stored (sinusoidal positions, for
-    example) a real buffer; False if ``name`` is none of those."""
-    patterns = getattr(module, "_keys_to_ignore_on_save", None) or []
-    patterns = [*patterns, *(getattr(module, "_keys_to_ignore_on_load_missing", None) or [])]
-    if not any(re.search(pattern, name) for pattern in patterns):
+    example) a real buffer, rounded to ``dtype`` as in the loaded model; False if ``name`` is none of those."""
+    if not any(
+        re.search(pattern, name) for pattern in getattr(module, "_keys_to_ignore_on_save", None) or []
+    ):
         return False
     path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    owner._parameters[leaf] = nn.Parameter(torch.empty(owner._parameters[leaf].shape), requires_grad=False)
-    module._init_weights(owner)
-    value = owner._parameters.pop(leaf)
-    owner.register_buffer(leaf, value.detach(), persistent=False)
+    owner, shape = module.get_submodule(path), module.get_parameter(name).shape
+    values = []
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            owner._parameters[leaf] = nn.Parameter(torch.zeros(shape), requires_grad=False)
+            module._init_weights(owner)
+            values.append(owner.get_parameter(leaf).detach())
+    if not torch.equal(*values):
+        return False  # initialised at random, so it is a weight that is missing
+    del owner._parameters[leaf]
+    owner.register_buffer(leaf, values[0].to(dtype).float(), persistent=False)
     return True
 
 

@@ -172,9 +172,7 @@ def discover(skeleton: Skeleton) -> ModelGraph:
         elif isinstance(module, nn.Linear | nn.Embedding):
             kept[name] = "outside the blocks"
     starts = tuple(sum(len(stack) for stack in stacks[:i]) for i in range(len(stacks)))
-    return ModelGraph(
-        tuple(blocks), tuple(units), kept, embedding, head, starts, frozenset(unsupported)
-    )
+    return ModelGraph(tuple(blocks), tuple(units), kept, embedding, head, starts, frozenset(unsupported))
 
 
 def _linear(skeleton: Skeleton, name: str, module: nn.Linear) -> Linear:

@@ -145,9 +145,7 @@ def _problem(unit: UnitScores, name: str, engine: str | None) -> str:
     if engine is None:
         return ""
     form: Literal["linear", "expert"] = "expert" if unit.kind == "experts" else "linear"
-    layers = [
-        Linear(layer.name, layer.out_features, layer.in_features, False, form) for layer in unit.layers
-    ]
+    layers = [Linear(layer.name, layer.out_features, layer.in_features, False, form) for layer in unit.layers]
     problems = check_engine(engine, layers, parse_format(name))
     return problems[0].reason if problems else ""
 

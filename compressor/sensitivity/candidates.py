@@ -68,7 +68,7 @@ def candidates_of(
     """
     made = []
     for fmt in formats:
-        errors = {}
+        errors: dict[str, Tensor] = {}
         for part in unit.by_input:
             weights = [modules[layer.name].weight for layer in part.layers]
             rounded = round_unit(

@@ -186,8 +186,12 @@ def _seen(modules: dict[str, nn.Linear], shape: torch.Size) -> Iterator[dict[str
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            # Experts see the tokens of all sequences one after another.
-            if output.shape[:-1] not in (shape, (shape.numel(),)) or name in seen:
+            # Experts see the tokens of all sequences one after another, MLA's latents are those of one head.
+            batch, length = shape
+            if (
+                output.shape[:-1] not in ((batch, length), (batch * length,), (batch, 1, length))
+                or name in seen
+            ):
                 raise InputRefused(
                     f"{name}: sees routed tokens or runs more than once in a block, which a scan does not support yet"
                 )
