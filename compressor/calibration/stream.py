@@ -268,12 +268,13 @@ def _count_outputs(model: nn.Module, graph: ModelGraph, stream: Stream, first: i
     model expects something else.
     """
 
-    def stop(*_: Any) -> None:
-        raise _BlocksReached
-
     for count in (2, 3, 1, 0):
         stream.outputs.append(count)
         passed: list[bool] = []
+
+        def at_head(_: nn.Module, args: tuple[Any, ...], passed: list[bool] = passed) -> None:
+            passed.append(isinstance(args[0], Tensor))
+            raise _BlocksReached
 
         def note_call(
             index: int,
@@ -285,11 +286,13 @@ def _count_outputs(model: nn.Module, graph: ModelGraph, stream: Stream, first: i
             if index == first - 1:
                 hidden = stream.hidden[stream.batches[0]].to(stream.device)
             passed.append(isinstance(hidden, Tensor) and hidden.dim() == 3)
+            if index > last and any(isinstance(x, Later) for x in pytree.tree_leaves((args, kwargs))):
+                passed.append(False)  # a decoder got all that the encoder's last block returned
             if not passed[-1] or index > last:
                 raise _BlocksReached
             return _returned(stream, graph, index, hidden)
 
-        head = model.get_submodule(graph.head).register_forward_pre_hook(stop) if graph.head else None
+        head = model.get_submodule(graph.head).register_forward_pre_hook(at_head) if graph.head else None
         try:
             with _patched(model, graph, note_call), torch.inference_mode():
                 model(**_model_inputs(model, stream, 0))

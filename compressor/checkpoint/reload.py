@@ -248,6 +248,8 @@ def dense_model(artifact: Artifact, report: dict[str, Any]) -> PreTrainedModel:
             weights[f"{layer}.weight"] = weights[f"{layer}.weight"].T.contiguous()
     with quiet():
         model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False  # as in the model that it is compared with
     model = model.eval().float()
     for layer, fmt in artifact.formats.items():
         if fmt is not None and fmt.activations is not None:

@@ -5,7 +5,9 @@
 * After loading, Mamba's ``_init_weights`` touches ``out_proj.weight`` although nothing is left to initialise, and a
   packed layer has no ``weight`` yet: such modules are left as they were loaded.
 
-vLLM needs neither. Each part can go when transformers has it.
+* Where experts stay as they are, their converter still expects packed ones: it passes on what it gets.
+
+vLLM needs none of this. Each part can go when transformers has it.
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from unittest.mock import patch
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.compressed_tensors import CompressedTensorsDequantize
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
@@ -23,6 +26,7 @@ from transformers.quantizers.quantizer_compressed_tensors import CompressedTenso
 def filled() -> Iterator[None]:
     """Inside, ``from_pretrained`` loads what it cannot by itself."""
     prepare = CompressedTensorsHfQuantizer._process_model_before_weight_loading
+    decompress = CompressedTensorsDequantize.convert
     initialize = PreTrainedModel._initialize_weights
 
     def with_linears(quantizer: Any, model: nn.Module, **kwargs: Any) -> Any:
@@ -37,8 +41,14 @@ def filled() -> Iterator[None]:
             if not any(hasattr(child, "quantization_scheme") for child in module.modules()):
                 raise
 
+    def with_dense(operation: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if input_dict and all("experts" in key and key.endswith(".weight") for key in input_dict):
+            return input_dict
+        return decompress(operation, input_dict, *args, **kwargs)
+
     with (
         patch.object(CompressedTensorsHfQuantizer, "_process_model_before_weight_loading", with_linears),
+        patch.object(CompressedTensorsDequantize, "convert", with_dense),
         patch.object(PreTrainedModel, "_initialize_weights", unless_packed),
     ):
         yield

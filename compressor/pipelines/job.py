@@ -149,7 +149,12 @@ def _check_forms(recipe: Recipe, skeleton: Skeleton, graph: ModelGraph, plan: Pl
                 f"{layer.name}: it is {what}, which engines load with quantized weights only, and {fmt} quantizes inputs: use "
                 "w8 or w4g128"
             )
-        if layer.form == "expert" and recipe.verify.engine is not None:
+        rows = layer.in_features * skeleton.dtype.itemsize, layer.in_features * 4
+        if layer.form == "expert" and any(size % 16 for size in rows):
+            raise InputRefused(
+                f"{layer.name}: transformers runs experts only if 16 divides the bytes of a row, and it has {layer.in_features} inputs"
+            )
+        if layer.form == "expert" and fmt.quantized and recipe.verify.engine is not None:
             formats.setdefault(fmt.name, layer.name)
     if len(formats) > 1:
         (first, one), (second, other), *_ = formats.items()
@@ -171,6 +176,10 @@ def transformers_gap(skeleton: Skeleton, graph: ModelGraph, plan: Plan) -> str |
     quantized = {name: parse_format(a.format) for name, a in plan.quantized().items()}
     if any(layer.form == "conv1d" and layer.name in quantized for layer in graph.layers):
         return "compressed-tensors in transformers knows Linear only, and GPT-2's layers are Conv1D"
+    if any(layer.form == "expert" and layer.name not in quantized for layer in graph.layers):
+        return (
+            "transformers loads experts only if they are quantized like the rest, and some stay as they are"
+        )
     packed = any(fmt.activations is None and name.endswith(".out_proj") for name, fmt in quantized.items())
     if skeleton.config.model_type in _MAMBA and packed:
         return "transformers initialises out_proj of Mamba again, which fails on packed weights"

@@ -124,6 +124,8 @@ def score_batch(
         output = block(hidden, *call.args, **call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
     names = list(seen)
+    if missing := next((name for name in modules if name not in seen), None):
+        raise InputRefused(f"{missing}: sees routed tokens, which a scan does not support")
     targets = [hidden, *(seen[name][1] for name in names)]
     per_draw = [
         torch.autograd.grad(output, targets, gradients[d].to(output.dtype), retain_graph=d < draws - 1)
@@ -186,15 +188,13 @@ def _seen(modules: dict[str, nn.Linear], shape: torch.Size) -> Iterator[dict[str
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            # Experts see the tokens of all sequences one after another, MLA's latents are those of one head.
+            # Experts see the tokens of all sequences one after another, MLA's latents are those of one head. What
+            # else a layer is used for (DeBERTa's relative positions) is no token's, and left out.
             batch, length = shape
-            if (
-                output.shape[:-1] not in ((batch, length), (batch * length,), (batch, 1, length))
-                or name in seen
-            ):
-                raise InputRefused(
-                    f"{name}: sees routed tokens or runs more than once in a block, which a scan does not support yet"
-                )
+            if output.shape[:-1] not in ((batch, length), (batch * length,), (batch, 1, length)):
+                return
+            if name in seen:
+                raise InputRefused(f"{name}: runs more than once in a block, which a scan does not support")
             seen[name] = (args[0].detach(), output)
 
         return note
