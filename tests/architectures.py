@@ -351,7 +351,7 @@ FAMILIES: dict[str, Family] = {
 
 @cache
 def _tokenizer() -> Any:
-    return make_tokenizer()
+    return make_tokenizer(pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<s>")
 
 
 def make_model(
