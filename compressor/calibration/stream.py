@@ -8,7 +8,7 @@ recorded.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Stream:
     ``valid`` [sequences, length] marks the tokens that are not padding; ``batches`` are the slices of
     sequences that are run together; ``calls[batch][block]`` are the other arguments of each call, known for the
     stacks of blocks that have been entered. ``outputs`` is how many values the blocks of each stack return (0: a
-    tensor), ``passed_on[batch]`` what blocks have given to later ones.
+    tensor), ``passed_on[batch, …]`` what blocks have given to later ones.
     """
 
     input_ids: Tensor
@@ -54,8 +54,8 @@ class Stream:
     batches: list[slice]
     calls: list[list[BlockCall]]
     device: torch.device
-    outputs: list[int]
-    passed_on: list[dict[Later, Any]]
+    outputs: list[int] = field(default_factory=list)
+    passed_on: dict[tuple[int, Later], Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -94,8 +94,6 @@ def open_stream(
         batches,
         [[] for _ in batches],
         device,
-        [],
-        [{} for _ in batches],
     )
     _enter(skeleton, graph, stream, 0, dtype)
     return stream
@@ -164,21 +162,20 @@ def call_block(stream: Stream, block: nn.Module, index: int, number: int, inputs
     output = block(inputs, *call.args, **call.kwargs)
     if not isinstance(output, tuple):
         return output
-    for key in stream.passed_on[number]:
-        if key.block == index:
-            stream.passed_on[number][key] = output[key.position]
+    for batch, wanted in stream.passed_on:
+        if batch == number and wanted.block == index:
+            stream.passed_on[batch, wanted] = output[wanted.position]
     return output[0]
 
 
 def call_of(stream: Stream, index: int, number: int) -> BlockCall:
     """The arguments of block ``index`` for batch ``number``, besides its inputs."""
     call = stream.calls[number][index]
-    known = stream.passed_on[number]
-    if not known:
+    if not stream.passed_on:
         return call
 
     def filled(value: object) -> object:
-        return known[value] if isinstance(value, Later) else value
+        return stream.passed_on[number, value] if isinstance(value, Later) else value
 
     return BlockCall(pytree.tree_map(filled, call.args), pytree.tree_map(filled, call.kwargs))
 
@@ -251,7 +248,7 @@ def _record(
             calls.append(BlockCall(args, kwargs))
             for value in pytree.tree_leaves((args, kwargs)):
                 if isinstance(value, Later):
-                    stream.passed_on[number].setdefault(value, None)
+                    stream.passed_on.setdefault((number, value), None)
         if index == last:
             raise _BlocksReached
         return _returned(stream, graph, index, hidden)
