@@ -31,6 +31,15 @@ CLASSIFIERS = [n for n in SUPPORTED if FAMILIES[n].kind == "encoder" and n != "b
 FEW = ("--samples", 4, "--sequence-length", 32)
 
 
+def test_the_readme_lists_every_family() -> None:
+    """A row for each, so that none is claimed without a test or tested without being listed."""
+    text = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    table = text[text.index("## Models") : text.index("## Mixed precision")]
+    plain = table.lower().replace("-", "").replace(" ", "").replace("_", "")
+    for name in FAMILIES:
+        assert name.removesuffix("_mlm").replace("_", "") in plain, name
+
+
 def refused(result: tuple[int, str, str], *words: str) -> str:
     """Exit 5 with one line on standard error that holds all ``words``, before a weight was read."""
     code, _, err = result
@@ -250,6 +259,20 @@ def test_experts_compute_what_transformers_computes_and_all_tokens_change_nothin
     assert stacks
     per_token = skeleton.config.num_experts_per_tok
     assert all(int(experts.chosen.sum()) == ids.numel() * per_token for _, experts in stacks)
+
+
+def test_units_are_what_engines_fuse(tmp_path: Path) -> None:
+    """MLA's two first projections read one input and are one matrix in vLLM; all experts of a layer have one format."""
+    graph = discover(build_skeleton(open_model(str(save_family(tmp_path / "model", "deepseek_v3")))))
+    units = {unit.name: unit for unit in graph.units_of(1)}
+    attention = units["model.layers.1.self_attn.qkv_a"]
+    assert [layer.name.rpartition(".")[2] for layer in attention.layers] == ["q_a_proj", "kv_a_proj_with_mqa"]
+    experts = units["model.layers.1.mlp.experts"]
+    assert len(experts.layers) == 4 * 3
+    inputs, outputs = experts.parts
+    assert [len(part.layers) for part in inputs] == [8]  # gate and up of all experts read the same tokens
+    assert [len(part.layers) for part in outputs] == [1, 1, 1, 1]
+    assert units["model.layers.1.mlp.shared_experts.gate_up"].kind == "gate_up"
 
 
 def test_names_of_experts_are_those_on_disk(tmp_path: Path) -> None:
