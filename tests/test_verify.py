@@ -422,7 +422,9 @@ def opened(directory: Path) -> reload.Reload:
     config, tensors = json.loads((directory / "config.json").read_text()), index_directory(directory)
     formats = formats_of(config["quantization_config"], tensors)
     found = reload.Reload(Artifact(directory, config, tensors, read_sidecar(directory), formats), False)
-    vars(found)["_attempt"] = reload.Reloaded({"class": "LlamaForCausalLM", "dtype": "bfloat16"}, [])
+    vars(found)["_attempt"] = reload.Reloaded(
+        {"class": "LlamaForCausalLM", "dtype": "bfloat16", "prefix": "model", "dtypes": {}}, []
+    )
     return found
 
 

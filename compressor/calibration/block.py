@@ -15,6 +15,7 @@ from compressor.calibration.gram import Gram
 from compressor.calibration.stream import Stream, run
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import Unit
+from compressor.graph.experts import all_tokens_seen
 
 # (unit, mean of x xᵀ or None if no token reached it, tokens seen) -> rounded weight per layer name
 RoundUnit = Callable[[Unit, Tensor | None, int], dict[str, Tensor]]
@@ -37,12 +38,15 @@ def calibrate_block(
     ``formats`` maps layer names to formats, for the activation quantization that later layers see.
     The returned weights replace those of the block's layers.
     """
-    path = _prefix(units)
+    path = _prefix(units) if units else ""
     modules = {
         layer.name: block.get_submodule(layer.name.removeprefix(path)) for u in units for layer in u.layers
     }
+    stage_of = {part.name: stage for unit in units for stage in unit.parts for part in stage}
+    units = tuple(part for unit in units for part in unit.by_input)
     unit_of = {layer.name: unit for unit in units for layer in unit.layers}
     waiting = {unit.name for unit in units}
+    measuring: tuple[Unit, ...] | None = None  # in this pass: parts of one unit that read values of their own
     grams: dict[str, Gram] = {}
     one_batch = len(stream.batches) == 1
     valid: Tensor | None = None
@@ -58,25 +62,32 @@ def calibrate_block(
         unit, fmt = unit_of[name], formats[name]
 
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            nonlocal measuring
             x = fake_quantize_activations(args[0], fmt)
             if unit.name in waiting:
+                if measuring is not None and unit not in measuring:
+                    raise _UnitReached
                 gram = grams.setdefault(unit.name, Gram(x.shape[-1], x.device))
                 flat = x.reshape(-1, x.shape[-1])
-                gram.add(flat if valid is None else flat[valid])
-                if not one_batch:
+                gram.add(flat if valid is None or len(valid) != len(flat) else flat[valid])
+                if one_batch:
+                    finish(unit)
+                elif len(stage_of[unit.name]) > 1:
+                    measuring = stage_of[unit.name]  # its other parts follow
+                else:
                     raise _UnitReached
-                finish(unit)
             return (x, *args[1:])
 
         return before
 
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in modules.items()]
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), all_tokens_seen(block):
             while waiting and not one_batch:
                 before_pass = len(waiting)
                 for number in range(len(stream.batches)):
                     valid = _valid(stream, number)
+                    measuring = None
                     try:
                         run(stream, block, index, number)
                     except _UnitReached:
@@ -85,6 +96,7 @@ def calibrate_block(
                     finish(unit)
                 if len(waiting) == before_pass:
                     break
+            measuring = None
             for number, batch in enumerate(stream.batches):
                 valid = _valid(stream, number)
                 stream.hidden[batch] = run(stream, block, index, number).to(stream.hidden.device)

@@ -8,13 +8,14 @@ recorded.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compressor.errors import InputRefused
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, load, unload
 
@@ -27,13 +28,24 @@ class BlockCall:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Later:
+    """Stands in a recorded call for output number ``position`` of ``block``, which is known once that has run (T5
+    passes the first block's position bias on to the others)."""
+
+    block: int
+    position: int
+
+
 @dataclass
 class Stream:
     """Hidden states on their way through the blocks.
 
     ``hidden`` [sequences, length, hidden size] are the inputs of the next block, updated in place;
     ``valid`` [sequences, length] marks the tokens that are not padding; ``batches`` are the slices of
-    sequences that are run together; ``calls[batch][block]`` are the other arguments of each call.
+    sequences that are run together; ``calls[batch][block]`` are the other arguments of each call, known for the
+    stacks of blocks that have been entered. ``outputs`` is how many values the blocks of each stack return (0: a
+    tensor), ``passed_on[batch, …]`` what blocks have given to later ones.
     """
 
     input_ids: Tensor
@@ -42,6 +54,8 @@ class Stream:
     batches: list[slice]
     calls: list[list[BlockCall]]
     device: torch.device
+    outputs: list[int] = field(default_factory=list)
+    passed_on: dict[tuple[int, Later], Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -73,22 +87,46 @@ def open_stream(
     size = -(-sequences // -(-sequences // size))
     batches = [slice(i, min(i + size, sequences)) for i in range(0, sequences, size)]
 
-    outside = _outside_blocks(skeleton, graph)
-    for path in outside:
-        load(skeleton, path, dtype=dtype, device=device)
+    stream = Stream(
+        input_ids,
+        torch.empty(0),
+        attention_mask.bool(),
+        batches,
+        [[] for _ in batches],
+        device,
+    )
+    _enter(skeleton, graph, stream, 0, dtype)
+    return stream
+
+
+def enter_block(
+    skeleton: Skeleton, graph: ModelGraph, stream: Stream, index: int, *, dtype: torch.dtype
+) -> None:
+    """Make the stream ready for block ``index``; to be called before it is run.
+
+    Where a decoder begins, the encoder's output is taken in by the model's own code, as every decoder block will
+    get it, and the hidden states become the decoder's.
+    """
+    if index in graph.stages[1:]:
+        _enter(skeleton, graph, stream, graph.stages.index(index), dtype)
+
+
+def _enter(skeleton: Skeleton, graph: ModelGraph, stream: Stream, stage: int, dtype: torch.dtype) -> None:
+    """Run the model from the last block before ``stage`` to the first in it, and record the calls of its blocks."""
+    first = graph.stages[stage]
+    last = (graph.stages[stage + 1] if stage + 1 < len(graph.stages) else len(graph.blocks)) - 1
     hidden: list[Tensor] = []
-    calls: list[list[BlockCall]] = []
-    for batch in batches:
-        first, recorded = _record(
-            skeleton.module,
-            graph,
-            _model_inputs(skeleton.module, input_ids[batch], attention_mask[batch], device),
-        )
-        hidden.append(first.cpu() if device.type != "cpu" else first)
-        calls.append(recorded)
+    outside = [path for path, _ in _top_modules(skeleton.module, graph) if path != graph.head]
+    for path in outside:
+        load(skeleton, path, dtype=dtype, device=stream.device)
+    stream.outputs.append(_count_outputs(skeleton.module, graph, stream, first, last))
+    for number in range(len(stream.batches)):
+        start, calls = _record(skeleton.module, graph, stream, number, first, last)
+        hidden.append(start.to(stream.input_ids.device))
+        stream.calls[number] += calls
+    stream.hidden = torch.cat(hidden)
     for path in outside:
         unload(skeleton.module.get_submodule(path))
-    return Stream(input_ids, torch.cat(hidden), attention_mask.bool(), batches, calls, device)
 
 
 def advance(
@@ -114,10 +152,32 @@ def advance(
 
 def run(stream: Stream, block: nn.Module, index: int, number: int) -> Tensor:
     """The output of block ``index`` for batch ``number``, [batch, length, hidden size], on the stream's device."""
-    call = stream.calls[number][index]
     inputs = stream.hidden[stream.batches[number]].to(stream.device, non_blocking=True)
+    return call_block(stream, block, index, number, inputs)
+
+
+def call_block(stream: Stream, block: nn.Module, index: int, number: int, inputs: Tensor) -> Tensor:
+    """The output of block ``index`` for other ``inputs`` [batch, length, hidden size] than the stream's own."""
+    call = call_of(stream, index, number)
     output = block(inputs, *call.args, **call.kwargs)
-    return output[0] if isinstance(output, tuple) else output
+    if not isinstance(output, tuple):
+        return output
+    for batch, wanted in stream.passed_on:
+        if batch == number and wanted.block == index:
+            stream.passed_on[batch, wanted] = output[wanted.position]
+    return output[0]
+
+
+def call_of(stream: Stream, index: int, number: int) -> BlockCall:
+    """The arguments of block ``index`` for batch ``number``, besides its inputs."""
+    call = stream.calls[number][index]
+    if not stream.passed_on:
+        return call
+
+    def filled(value: object) -> object:
+        return stream.passed_on[number, value] if isinstance(value, Later) else value
+
+    return BlockCall(pytree.tree_map(filled, call.args), pytree.tree_map(filled, call.kwargs))
 
 
 def plain_call(call: BlockCall) -> BlockCall:
@@ -158,11 +218,13 @@ def loaded_ends(
 def tail(skeleton: Skeleton, graph: ModelGraph, stream: Stream, number: int, final: Tensor) -> Tensor:
     """What the model makes of ``final`` [batch, length, hidden size], the last block's output for batch
     ``number``: logits, or the last hidden state if it has no head. Needs :func:`loaded_ends`."""
-    batch = stream.batches[number]
-    inputs = _model_inputs(skeleton.module, stream.input_ids[batch], stream.valid[batch], stream.device)
     last = len(graph.blocks) - 1
-    with _patched(skeleton.module, graph, lambda index, hidden, a, k: final if index == last else hidden):
-        result = skeleton.module(**inputs)
+
+    def answer(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _returned(stream, graph, index, final if index == last else hidden)
+
+    with _patched(skeleton.module, graph, answer):
+        result = skeleton.module(**_model_inputs(skeleton.module, stream, number))
     return result.logits if getattr(result, "logits", None) is not None else result[0]
 
 
@@ -170,33 +232,99 @@ class _BlocksReached(Exception):
     """Raised to leave the model's forward once every block's arguments are known."""
 
 
-def _record(model: nn.Module, graph: ModelGraph, inputs: dict[str, Any]) -> tuple[Tensor, list[BlockCall]]:
-    first: list[Tensor] = []
+def _record(
+    model: nn.Module, graph: ModelGraph, stream: Stream, number: int, first: int, last: int
+) -> tuple[Tensor, list[BlockCall]]:
+    """The inputs of block ``first`` for batch ``number``, and the calls of the blocks from there to ``last``."""
+    start: list[Tensor] = []
     calls: list[BlockCall] = []
 
-    def note_call(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if index == 0:
-            first.append(hidden)
-        calls.append(BlockCall(args, kwargs))
-        if index == len(graph.blocks) - 1:
+    def note_call(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index == first - 1:
+            hidden = stream.hidden[stream.batches[number]].to(stream.device)
+        if index >= first:
+            if index == first:
+                start.append(hidden)
+            calls.append(BlockCall(args, kwargs))
+            for value in pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, Later):
+                    stream.passed_on.setdefault((number, value), None)
+        if index == last:
             raise _BlocksReached
-        return hidden
+        return _returned(stream, graph, index, hidden)
 
     with _patched(model, graph, note_call), torch.inference_mode(), suppress(_BlocksReached):
-        model(**inputs)
-    return first[0], calls
+        model(**_model_inputs(model, stream, number))
+    return start[0], calls
+
+
+def _count_outputs(model: nn.Module, graph: ModelGraph, stream: Stream, first: int, last: int) -> int:
+    """How many values the model expects of the blocks from ``first`` to ``last``: 0 for a plain tensor.
+
+    Found by trying: each block gets what the one before it is said to return, which goes wrong at once when the
+    model expects something else.
+    """
+
+    for count in (2, 3, 1, 0):
+        stream.outputs.append(count)
+        passed: list[bool] = []
+
+        def at_head(_: nn.Module, args: tuple[Any, ...], passed: list[bool] = passed) -> None:
+            passed.append(isinstance(args[0], Tensor))
+            raise _BlocksReached
+
+        def note_call(
+            index: int,
+            hidden: Tensor,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            passed: list[bool] = passed,
+        ) -> Any:
+            if index == first - 1:
+                hidden = stream.hidden[stream.batches[0]].to(stream.device)
+            passed.append(isinstance(hidden, Tensor) and hidden.dim() == 3)
+            if index > last and any(isinstance(x, Later) for x in pytree.tree_leaves((args, kwargs))):
+                passed.append(False)  # a decoder got all that the encoder's last block returned
+            if not passed[-1] or index > last:
+                raise _BlocksReached
+            return _returned(stream, graph, index, hidden)
+
+        head = model.get_submodule(graph.head).register_forward_pre_hook(at_head) if graph.head else None
+        try:
+            with _patched(model, graph, note_call), torch.inference_mode():
+                model(**_model_inputs(model, stream, 0))
+        except _BlocksReached:
+            pass
+        except (TypeError, ValueError, AttributeError, IndexError):
+            passed.append(False)
+        finally:
+            if head is not None:
+                head.remove()
+        stream.outputs.pop()
+        if all(passed):
+            return count
+    raise InputRefused(
+        f"{type(model).__name__}: the blocks of {graph.blocks[first].rpartition('.')[0]} cannot be run one by one"
+    )
+
+
+def _returned(stream: Stream, graph: ModelGraph, index: int, hidden: Tensor) -> Any:
+    """What block ``index`` is to return so that the model goes on with ``hidden``."""
+    stage = sum(index >= start for start in graph.stages) - 1
+    count = stream.outputs[stage]
+    return (hidden, *(Later(index, i) for i in range(1, count))) if count else hidden
 
 
 @contextmanager
 def _patched(
     model: nn.Module,
     graph: ModelGraph,
-    replacement: Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Tensor],
+    replacement: Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any],
 ) -> Iterator[None]:
     """Replace the forward of every block; its attributes stay visible to the model's own loop."""
 
     def patch(index: int, block: nn.Module) -> None:
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if args:
                 return replacement(index, args[0], args[1:], kwargs)
             rest = {k: v for k, v in kwargs.items() if k != "hidden_states"}
@@ -214,12 +342,17 @@ def _patched(
             del block.forward
 
 
-def _model_inputs(model: nn.Module, input_ids: Tensor, mask: Tensor, device: torch.device) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
+def _model_inputs(model: nn.Module, stream: Stream, number: int) -> dict[str, Any]:
+    batch = stream.batches[number]
+    input_ids, mask = stream.input_ids[batch], stream.valid[batch]
+    inputs: dict[str, Any] = {"input_ids": input_ids.to(stream.device)}
     # Right padding needs no mask in a causal model: no real token sees the padding after it.
     if not bool(mask.all()) and not _is_causal(model):
-        inputs["attention_mask"] = mask.to(device=device, dtype=torch.long)
-    if _is_causal(model):
+        inputs["attention_mask"] = mask.to(device=stream.device, dtype=torch.long)
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = inputs["input_ids"]  # it reads the text that it has just been told
+        inputs["use_cache"] = False
+    elif _is_causal(model):
         inputs["use_cache"] = False
     return inputs
 
@@ -243,7 +376,3 @@ def _top_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Modu
 
     visit("", model)
     return found
-
-
-def _outside_blocks(skeleton: Skeleton, graph: ModelGraph) -> list[str]:
-    return [path for path, _ in _top_modules(skeleton.module, graph) if path != graph.head]

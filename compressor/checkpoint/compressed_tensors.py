@@ -16,6 +16,7 @@ Grids are symmetric, so there is no zero point (engines refuse one for symmetric
 ``weight_g_idx`` (removed from vLLM and from compressed-tensors).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import compressed_tensors
@@ -96,24 +97,30 @@ def stored_tensors(
     return tensors
 
 
-def quantization_config(plan: Plan, graph: ModelGraph) -> dict[str, Any]:
+def quantization_config(
+    plan: Plan, graph: ModelGraph, stored_as: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The ``quantization_config`` of ``config.json``: one group per format, every layer by its full name.
 
     Targets are exact names, so that no layer can match two groups and no rule of precedence (in which
     compressed-tensors and vLLM differ) ever decides; vLLM translates exact names, but not regular
     expressions, where it renames modules. ``ignore`` names all that stays as it is, including a tied
-    head. Only keys that compressed-tensors 0.17 knows are written.
+    head, and by the names in ``stored_as`` too where the checkpoint has other ones than transformers. transformers
+    takes the first group for that of the experts. Only keys that compressed-tensors 0.17 knows are written.
     """
+    experts = {layer.name for layer in graph.layers if layer.form == "expert"}
     targets: dict[str, list[str]] = {}
     for name, assignment in plan.quantized().items():
         targets.setdefault(parse_format(assignment.format).name, []).append(name)
     groups = {}
-    for index, (name, layers) in enumerate(sorted(targets.items())):
+    ordered = sorted(targets.items(), key=lambda group: (experts.isdisjoint(group[1]), group[0]))
+    for index, (name, layers) in enumerate(ordered):
         groups[f"group_{index}"] = {"targets": layers, **scheme(parse_format(name))}
     stored = sorted({group["format"] for group in groups.values()})
     ignore = list(plan.kept())
     if graph.head and graph.head not in plan.layers:
         ignore.append(graph.head)
+    ignore += [(stored_as or {})[name] for name in ignore if name in (stored_as or {})]
     return {
         "quant_method": "compressed-tensors",
         "version": compressed_tensors.__version__,

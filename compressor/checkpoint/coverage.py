@@ -29,7 +29,8 @@ def coverage(
         if module in quantized and name.endswith(".weight"):
             covered += entry.numel
         else:
-            uncovered[name] = reasons.get(module) or "not a linear layer that compressor knows"
+            kept = reasons.get(module) or reasons.get(name) or graph.kept.get(module) or graph.kept.get(name)
+            uncovered[name] = kept or "not a linear layer that compressor knows"
     for name in skeleton.unused:
         entry = skeleton.source.tensors[name]
         if len(entry.shape) >= 2 and entry.torch_dtype.is_floating_point:

@@ -1,6 +1,8 @@
 """``compressor inspect``: what is in a model, without loading its weights."""
 
 import json
+import re
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -20,9 +22,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Show a model's units, shapes and sizes, and which formats each engine can load."""
+    from compressor.checkpoint.coverage import coverage
     from compressor.engines import ENGINES, check
+    from compressor.errors import InputRefused
     from compressor.formats import parse_format
     from compressor.graph import build_skeleton, discover
+    from compressor.graph.assign import refuse_unsupported
     from compressor.sources.model import open_model
 
     source = open_model(model, revision=revision, trust_remote_code=trust_remote_code, allow_quantized=True)
@@ -44,6 +49,7 @@ def inspect(
         ]
         for engine in ENGINES
     }
+    covered = coverage(skeleton, graph, {layer.name for layer in graph.layers}, graph.kept)
     parameters = sum(entry.numel for entry in source.tensors.values())
     size = sum(entry.nbytes for entry in source.tensors.values())
     if as_json:
@@ -62,6 +68,12 @@ def inspect(
                 for u in graph.units
             ],
             "kept": graph.kept,
+            "unsupported": sorted(graph.unsupported),
+            "coverage": {
+                "ratio": covered.ratio,
+                "eligible_parameters": covered.eligible_parameters,
+                "skipped": covered.uncovered,
+            },
             "ties": skeleton.ties,
             "unused_tensors": list(skeleton.unused),
             "loadable_everywhere_in": loads,
@@ -77,20 +89,42 @@ def inspect(
     table = Table("unit", "count", "layers [out × in]", "parameters each")
     for (kind, _), names in shapes.items():
         unit = next(u for u in graph.units if u.name == names[0])
-        layers = ", ".join(
-            f"{x.name.rpartition('.')[2]} {x.out_features}×{x.in_features}" for x in unit.layers
-        )
+        shown = Counter(f"{x.name.rpartition('.')[2]} {x.out_features}×{x.in_features}" for x in unit.layers)
+        layers = ", ".join(f"{count} · {text}" if count > 1 else text for text, count in shown.items())
         table.add_row(kind, str(len(names)), layers, f"{unit.numel:,}")
     out.print(table)
+    kept = {}
     for name, reason in graph.kept.items():
         tied = f", shares {skeleton.ties[f'{name}.weight']}" if f"{name}.weight" in skeleton.ties else ""
-        out.print(f"kept: {name} ({reason}{tied})", markup=False, highlight=False)
-    for name in skeleton.unused:
-        out.print(f"unknown to the model class, carried over: {name}", markup=False, highlight=False)
+        kept[name] = f"{reason}{tied}"
+    for line in _alike(kept):
+        out.print(f"kept: {line}", markup=False, highlight=False)
+    for line in _alike(dict.fromkeys(skeleton.unused, "unknown to the model class, carried over")):
+        out.print(f"kept: {line}", markup=False, highlight=False)
+    out.print(
+        f"quantizable: {covered.ratio:.1%} of {covered.eligible_parameters:,} parameters in matrices other than embeddings",
+        markup=False,
+        highlight=False,
+    )
+    try:
+        refuse_unsupported(skeleton, graph)
+    except InputRefused as error:
+        out.print(f"refused by quantize: {error}", markup=False, highlight=False)
     for engine, names in loads.items():
         out.print(
             f"{engine} loads every layer in: {', '.join(names) or 'none'}", markup=False, highlight=False
         )
+
+
+def _alike(reasons: dict[str, str]) -> list[str]:
+    """One line for all modules whose names differ in numbers only and that have one reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), reason), []).append(name)
+    return [
+        f"{pattern if len(names) > 1 else names[0]} ({reason}{f', {len(names)} of them' if len(names) > 1 else ''})"
+        for (pattern, reason), names in groups.items()
+    ]
 
 
 def _print_quantized(config: dict[str, Any], tensors: int, as_json: bool) -> None:

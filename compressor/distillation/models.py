@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressor.distillation.tasks import TaskName
 from compressor.errors import InputRefused
+from compressor.evaluation import transformers_gaps
 from compressor.evaluation.load import quiet
 from compressor.sources.model import Source
 
@@ -55,7 +56,7 @@ def load_model(
             given["problem_type"] = _PROBLEM[task]
     torch.manual_seed(seed)
     try:
-        with quiet():
+        with quiet(), transformers_gaps.filled():
             model, info = _CLASSES[task].from_pretrained(
                 source.path,
                 trust_remote_code=source.trust_remote_code,

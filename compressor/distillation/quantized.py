@@ -118,7 +118,8 @@ def make_trainable(model: Any, student: QuantizedStudent) -> Any:
         module = modules.get(layer) or modules.get(f"{prefix}.{layer}")
         if not isinstance(module, nn.Linear):
             raise InputRefused(
-                f"{student.source.path}: {layer} is no linear layer of the original: give its --teacher"
+                f"{student.source.path}: {layer} is no Linear of {type(model).__name__}: if it is of that model, its experts or "
+                "Conv1D cannot be trained while quantized; if not, give its --teacher"
             )
         stored = student.artifact.by_layer[layer]["weight_scale"].torch_dtype
         weight = decode(layer, student.artifact.read(layer), fmt)

@@ -39,9 +39,19 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Form:
+    """Layers of one form (see :class:`~compressor.graph.Linear`) load in ``formats`` only, for ``reason``."""
+
+    form: str
+    formats: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Engine:
     rows: tuple[Row, ...]
     refusals: tuple[Refusal, ...] = ()
+    forms: tuple[Form, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,15 +71,25 @@ _VLLM_CUDA = (
     Row(FP8, capability=75),  # below 8.9 Marlin runs it with 16-bit activations
 )
 
+_PACKED = INT4 | INT8 | ODD_BITS
+_VLLM_FORMS = (
+    Form(
+        "conv1d",
+        _PACKED,
+        "GPT-2's weights are transposed when they are loaded, which only packed ones survive",
+    ),
+)
+
 ENGINES: dict[str, Engine] = {
     "vllm-cuda": Engine(
         rows=_VLLM_CUDA,
         refusals=(
             Refusal(ODD_BITS, "2, 3, 5, 6 and 7 bits have no kernel but Humming (vllm-cuda-humming)", "w4"),
         ),
+        forms=_VLLM_FORMS,
     ),
     # The same where the humming-kernels package is installed and trusted.
-    "vllm-cuda-humming": Engine(rows=(*_VLLM_CUDA, Row(ODD_BITS, capability=75))),
+    "vllm-cuda-humming": Engine(rows=(*_VLLM_CUDA, Row(ODD_BITS, capability=75)), forms=_VLLM_FORMS),
     "vllm-cpu": Engine(
         rows=(
             Row(INT4, inputs=32, outputs=32),  # CPUWNA16
@@ -80,9 +100,18 @@ ENGINES: dict[str, Engine] = {
             Refusal(INT8, "8-bit weights without 8-bit activations have no CPU kernel", "w8a8"),
             Refusal(ODD_BITS, "only 4 and 8 bits have a CPU kernel", "w4"),
         ),
+        forms=_VLLM_FORMS,
     ),
     # Decompressed to dense weights on the first forward pass, so any shape and width will do.
-    "transformers": Engine(rows=(Row(INT4 | INT8 | ODD_BITS | DYNAMIC_INT8 | FP8),)),
+    "transformers": Engine(
+        rows=(Row(_PACKED | DYNAMIC_INT8 | FP8),),
+        forms=(
+            Form(
+                "conv1d", frozenset(), "compressed-tensors knows Linear only, and GPT-2's layers are Conv1D"
+            ),
+            Form("expert", _PACKED, "experts are merged into dense tensors, which keep no quantized inputs"),
+        ),
+    ),
 }
 
 
@@ -113,6 +142,11 @@ def check(
         return [Problem(layer.name, reason, "fp8" if capability >= row.before else None) for layer in layers]
     problems = []
     for layer in layers:
+        form = next((f for f in known.forms if f.form == layer.form and name not in f.formats), None)
+        if form is not None:
+            nearest = {"w8a8": "w8", "fp8": "w8"}.get(name)
+            problems.append(Problem(layer.name, form.reason, nearest if nearest in form.formats else None))
+            continue
         if not fmt.fits(layer.in_features):
             problems.append(
                 Problem(layer.name, f"{name} does not divide its {layer.in_features} inputs", None)

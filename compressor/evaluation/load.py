@@ -13,6 +13,7 @@ from loguru import logger as loguru_logger
 from transformers.models.auto import modeling_auto
 
 from compressor.errors import InputRefused, MachineLimit
+from compressor.evaluation import transformers_gaps
 
 Task = Literal["causal-lm", "masked-lm", "embedding"]
 
@@ -53,7 +54,7 @@ def load_for_evaluation(
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     model_class = _model_class(config.to_dict(), path, trust_remote_code)
     try:
-        with quiet():
+        with quiet(), transformers_gaps.filled():
             model, info = model_class.from_pretrained(
                 path,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -84,8 +85,16 @@ def load_for_evaluation(
         part.use_cache = False  # nothing is generated, so keys and values are not kept
     model.eval()
     with quiet(), torch.inference_mode():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+        model(**token_inputs(model, torch.zeros(1, 1, dtype=torch.int64, device=device)))
     return model
+
+
+def token_inputs(model: transformers.PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What to call ``model`` with for ``input_ids`` [batch, length]; an encoder-decoder's decoder reads them too."""
+    inputs = {"input_ids": input_ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = input_ids
+    return inputs
 
 
 def _architecture(config: dict[str, Any], path: Path) -> str:

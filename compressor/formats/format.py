@@ -112,12 +112,16 @@ def parse_format(name: str) -> Format:
     )
 
 
-def fitting(fmt: Format, in_features: int) -> Format | None:
-    """``fmt``, or the same with the largest smaller group size that divides ``in_features``; else None."""
-    if fmt.fits(in_features):
+def fitting(fmt: Format, *in_features: int) -> Format | None:
+    """``fmt``, or the same with the largest smaller group size that divides all ``in_features``; else None."""
+    if all(fmt.fits(inputs) for inputs in in_features):
         return fmt
     for size in GROUP_SIZES:
-        if fmt.group_size is not None and size < fmt.group_size and in_features % size == 0:
+        if (
+            fmt.group_size is not None
+            and size < fmt.group_size
+            and not any(inputs % size for inputs in in_features)
+        ):
             return Format(f"w{fmt.bits}g{size}", fmt.kind, fmt.bits, size, fmt.activations)
     return None
 

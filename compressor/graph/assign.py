@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -11,6 +11,10 @@ from compressor.formats import DENSE, Format, fitting, stored_bytes
 from compressor.graph.skeleton import Skeleton
 from compressor.graph.units import Linear, ModelGraph, Unit
 from compressor.plans import Assignment, Plan
+from compressor.sources.tensors import TensorEntry
+
+IGNORED = "ignored by the user"
+_UNSUPPORTED_SHARE = 0.01
 
 
 def uniform_plan(
@@ -57,23 +61,57 @@ def uniform_plan(
             raise UsageError(
                 f"--ignore keeps {group_ignored[0]} but not {others}: engines fuse them into one matrix, so ignore all or none"
             )
-        chosen = fitting(scheme, unit.layers[0].in_features)
+        chosen = fitting(scheme, *(layer.in_features for layer in unit.layers))
         for layer in unit.layers:
             if layer.name in ignored:
-                fmt, reason = DENSE, "ignored by the user"
+                fmt, reason = DENSE, IGNORED
             elif chosen is None:
-                fmt, reason = DENSE, f"no group size divides {layer.in_features} inputs"
+                misfit = next(x.in_features for x in unit.layers if fitting(scheme, x.in_features) is None)
+                fmt, reason = DENSE, f"no group size divides {misfit} inputs"
             else:
                 fmt = chosen
                 reason = (
                     None if chosen == scheme else f"{layer.in_features} inputs: {scheme} does not divide them"
                 )
-            size = stored_bytes(fmt, layer.out_features, layer.in_features, skeleton.dtype.itemsize)
+                if reason and scheme.fits(layer.in_features):
+                    reason = f"{scheme} does not divide the inputs of other experts of its layer"
+            size = layer_bytes(skeleton, layer, fmt)
             layers[layer.name] = Assignment(format=fmt.name, bytes=size, reason=reason)
     for name, why in kept.items():
         weight = skeleton.stored.get(f"{name}.weight")
+        if name in ignored:
+            why = IGNORED
         layers[name] = Assignment(format=DENSE.name, bytes=weight.nbytes if weight else 0, reason=why)
+    refuse_unsupported(skeleton, graph, accepted={name for name in kept if name in ignored})
     return Plan(model=skeleton.source.ref, layers=layers)
+
+
+def layer_bytes(skeleton: Skeleton, layer: Linear, fmt: Format) -> int:
+    """Bytes that a layer takes in the checkpoint."""
+    dtype = skeleton.dtype
+    return stored_bytes(fmt, layer.out_features, layer.in_features, dtype.itemsize, layer.scale_bytes(dtype))
+
+
+def refuse_unsupported(skeleton: Skeleton, graph: ModelGraph, accepted: Collection[str] = ()) -> None:
+    """Raise InputRefused when more than 1 % of a model's matrices is of kinds that compressor does not quantize.
+
+    ``accepted`` are those that the user keeps by name.
+    """
+    entries = {name: _entry(skeleton, name) for name in graph.unsupported if name not in accepted}
+    sizes = {name: entry.numel for name, entry in entries.items() if entry is not None}
+    share = sum(sizes.values()) / (sum(sizes.values()) + sum(unit.numel for unit in graph.units))
+    if share > _UNSUPPORTED_SHARE:
+        first = min(sizes)
+        parent, _, leaf = first.rpartition(".")
+        pattern = f"*.{leaf}" if f"{first}.weight" in skeleton.stored else f"*.{parent.rpartition('.')[2]}.*"
+        raise InputRefused(
+            f"{skeleton.source.path}: {share:.0%} of what is to be quantized is in {len(sizes)} matrices that cannot be, first "
+            f"{first} ({graph.kept[first]}): quantize only the rest with --ignore '{pattern}'"
+        )
+
+
+def _entry(skeleton: Skeleton, name: str) -> TensorEntry | None:
+    return skeleton.stored.get(f"{name}.weight") or skeleton.stored.get(name)
 
 
 def _outside_unit(skeleton: Skeleton, graph: ModelGraph, name: str) -> Unit:

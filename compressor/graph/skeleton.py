@@ -5,14 +5,17 @@ part of the skeleton runs once its own parameters are loaded. ``load`` and ``unl
 parameters in and out, which is how a model larger than memory is worked on.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from compressor.errors import InputRefused
+from compressor.graph import rename
 from compressor.sources.model import Source
 from compressor.sources.tensors import TensorEntry, read_tensor
 
@@ -23,7 +26,11 @@ class Skeleton:
 
     ``ties`` maps a parameter that is not stored to the stored parameter that it shares, as the
     architecture declares (``lm_head.weight`` to ``model.embed_tokens.weight``, for example).
-    ``unused`` are stored tensors that the model class does not know.
+    ``transposed`` are parameters that are stored [in, out]; ``unused`` are stored tensors that the model class does
+    not know.
+
+    Layers that transformers computes with but that checkpoints and engines know in another form have that form
+    here: GPT-2's ``Conv1D`` is a Linear, and 3-D stacks of experts are :class:`~compressor.graph.experts.Experts`.
     """
 
     source: Source
@@ -31,6 +38,7 @@ class Skeleton:
     stored: dict[str, TensorEntry]
     ties: dict[str, str]
     unused: tuple[str, ...]
+    transposed: frozenset[str] = frozenset()
 
     @property
     def config(self) -> Any:
@@ -39,11 +47,12 @@ class Skeleton:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that holds most of the stored floating-point values."""
-        sizes: dict[torch.dtype, int] = {}
-        for entry in self.source.tensors.values():
-            if entry.torch_dtype.is_floating_point:
-                sizes[entry.torch_dtype] = sizes.get(entry.torch_dtype, 0) + entry.numel
-        return max(sizes, key=lambda dtype: sizes[dtype])
+        return _dtype(self.source)
+
+    def read(self, name: str) -> Tensor:
+        """The stored value of a parameter, in the parameter's own shape."""
+        value = read_tensor(self.stored[name])
+        return value.T.contiguous() if name in self.transposed else value
 
 
 def build_skeleton(source: Source) -> Skeleton:
@@ -53,35 +62,31 @@ def build_skeleton(source: Source) -> Skeleton:
     tensors do not match the model in name or shape (each mismatch named).
     """
     module = _empty_model(source)
-    ties = _declared_ties(module)
+    stored = rename.to_parameters(module, source)
+    transposed = frozenset(f"{name}.weight" for name in _as_linear(module))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     persistent = {name: b for name, b in module.named_buffers() if name in module.state_dict()}
+    stored = {name: stored[name] for name in (*parameters, *persistent) if name in stored}
+    ties = _declared_ties(module, stored)
 
-    prefix = getattr(module, "base_model_prefix", "")
-    stored: dict[str, TensorEntry] = {}
-    missing = []
-    for name in (*parameters, *persistent):
-        entry = next(
-            (source.tensors[alias] for alias in _aliases(name, prefix) if alias in source.tensors), None
-        )
-        if entry is not None:
-            stored[name] = entry
-        elif name not in ties and name in parameters:
-            missing.append(name)
+    missing = [name for name in parameters if name not in stored and name not in ties]
+    missing = [name for name in missing if not _computed(module, name, _dtype(source))]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputRefused(
             f"{source.path}: {type(module).__name__} needs the tensor {missing[0]}{more}, which the checkpoint does not hold under that name"
         )
-    ties = {alias: target for alias, target in ties.items() if alias not in stored}
     for name, entry in stored.items():
         shape = tuple((parameters | persistent)[name].shape)
+        if name in transposed:
+            shape = shape[::-1]
         if shape != entry.shape:
             raise InputRefused(
                 f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, but config.json makes it {list(shape)}"
             )
     used = {entry.name for entry in stored.values()}
-    return Skeleton(source, module, stored, ties, tuple(sorted(set(source.tensors) - used)))
+    unused = tuple(sorted(set(source.tensors) - used))
+    return Skeleton(source, module, stored, ties, unused, transposed)
 
 
 def load(
@@ -94,10 +99,10 @@ def load(
     module = skeleton.module.get_submodule(prefix)
     for name, _ in list(module.named_parameters(remove_duplicate=False)) + list(module.named_buffers()):
         full = f"{prefix}.{name}" if prefix else name
-        entry = skeleton.stored.get(full) or skeleton.stored.get(skeleton.ties.get(full, ""))
-        if entry is None:
+        full = skeleton.ties.get(full, full)
+        if full not in skeleton.stored:
             continue  # a computed buffer: already real
-        value = read_tensor(entry).to(device=device)
+        value = skeleton.read(full).to(device=device)
         _set(module, name, value.to(dtype) if value.is_floating_point() else value)
     for name, buffer in list(module.named_buffers()):
         if buffer.device != torch.device(device):
@@ -125,21 +130,59 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-def _aliases(name: str, prefix: str) -> tuple[str, ...]:
-    """Names under which checkpoints of this architecture store a parameter: as is, or without or with the
-    base model's prefix (a base model's checkpoint loaded into a head model, and the reverse)."""
-    if prefix and name.startswith(f"{prefix}."):
-        return name, name.removeprefix(f"{prefix}.")
-    return name, f"{prefix}.{name}"
+def _dtype(source: Source) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for entry in source.tensors.values():
+        if entry.torch_dtype.is_floating_point:
+            sizes[entry.torch_dtype] = sizes.get(entry.torch_dtype, 0) + entry.numel
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _declared_ties(module: PreTrainedModel) -> dict[str, str]:
+def _declared_ties(module: PreTrainedModel, stored: dict[str, TensorEntry]) -> dict[str, str]:
+    """Parameters that are not stored, by the stored one that they share. Which of a group is stored varies."""
+    groups: dict[str, list[str]] = {}
+    for name, shared in (getattr(module, "all_tied_weights_keys", None) or {}).items():
+        groups.setdefault(shared, [shared]).append(name)
     ties: dict[str, str] = {}
-    if getattr(module.config.get_text_config(), "tie_word_embeddings", False):
-        declared = getattr(module, "_tied_weights_keys", None) or {}
-        if isinstance(declared, dict):
-            ties |= declared
+    for members in groups.values():
+        held = [name for name in members if name in stored]
+        ties |= {name: held[0] for name in members if held and name not in stored}
     return ties
+
+
+def _as_linear(module: nn.Module) -> list[str]:
+    """Put a Linear in the place of every ``Conv1D``, which is one with its weight transposed; returns their paths."""
+    found = [name for name, m in module.named_modules() if isinstance(m, Conv1D)]
+    for name in found:
+        conv = module.get_submodule(name)
+        assert isinstance(conv, Conv1D)
+        in_features, out_features = conv.weight.shape
+        linear = nn.Linear(in_features, out_features, bias=conv.bias is not None, device="meta")
+        module.set_submodule(name, linear.requires_grad_(False))
+    return found
+
+
+def _computed(module: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
+    """Make a parameter that is computed when the model is built and never stored (sinusoidal positions, for
+    example) a real buffer, rounded to ``dtype`` as in the loaded model; False if ``name`` is none of those."""
+    if not any(
+        re.search(pattern, name) for pattern in getattr(module, "_keys_to_ignore_on_save", None) or []
+    ):
+        return False
+    path, _, leaf = name.rpartition(".")
+    owner, shape = module.get_submodule(path), module.get_parameter(name).shape
+    values = []
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            owner._parameters[leaf] = nn.Parameter(torch.zeros(shape), requires_grad=False)
+            module._init_weights(owner)
+            values.append(owner.get_parameter(leaf).detach())
+    if not torch.equal(*values):
+        return False  # initialised at random, so it is a weight that is missing
+    del owner._parameters[leaf]
+    owner.register_buffer(leaf, values[0].to(dtype).float(), persistent=False)
+    return True
 
 
 def _empty_model(source: Source) -> PreTrainedModel:

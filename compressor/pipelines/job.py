@@ -74,6 +74,7 @@ def prepare(recipe: Recipe) -> Job:
             f"{recipe.model}: the plan quantizes no layer: change the scheme, the plan or --ignore"
         )
     _check_engine(settings, graph, plan)
+    _check_forms(recipe, skeleton, graph, plan)
 
     covered = coverage(skeleton, graph, plan.quantized(), {n: a.reason for n, a in plan.kept().items()})
     if covered.ratio < settings.min_coverage:
@@ -84,6 +85,8 @@ def prepare(recipe: Recipe) -> Job:
         )
 
     warnings = _fallbacks(plan)
+    if gap := transformers_gap(skeleton, graph, plan):
+        warnings.append(f"{gap}: vLLM and compressor itself load the checkpoint, transformers alone does not")
     tokens = None
     if rows is not None:
         tokens = tokenize(
@@ -129,6 +132,58 @@ def _check_engine(settings: QuantizeRecipe, graph: ModelGraph, plan: Plan) -> No
         raise InputRefused(
             f"{settings.engine} cannot load {len(problems)} of the planned layers, first {first.layer}: {first.reason}{offer}"
         )
+
+
+def _check_forms(recipe: Recipe, skeleton: Skeleton, graph: ModelGraph, plan: Plan) -> None:
+    """Refuse what could not be verified: formats that no engine loads for a layer's form, experts in several."""
+    if recipe.quantize.engine == "transformers" and (gap := transformers_gap(skeleton, graph, plan)):
+        raise InputRefused(f"transformers cannot load the planned checkpoint: {gap}")
+    formats: dict[str, str] = {}
+    for layer in graph.layers:
+        fmt = parse_format(plan.layers[layer.name].format)
+        if layer.form == "linear":
+            continue
+        if fmt.activations is not None:
+            what = "a Conv1D" if layer.form == "conv1d" else "one of a layer's experts"
+            raise InputRefused(
+                f"{layer.name}: it is {what}, which engines load with quantized weights only, and {fmt} quantizes inputs: use "
+                "w8 or w4g128"
+            )
+        rows = layer.in_features * skeleton.dtype.itemsize, layer.in_features * 4
+        if layer.form == "expert" and any(size % 16 for size in rows):
+            raise InputRefused(
+                f"{layer.name}: transformers runs experts only if 16 divides the bytes of a row, and it has {layer.in_features} inputs"
+            )
+        if layer.form == "expert" and fmt.quantized and recipe.verify.engine is not None:
+            formats.setdefault(fmt.name, layer.name)
+    if len(formats) > 1:
+        (first, one), (second, other), *_ = formats.items()
+        raise InputRefused(
+            f"{one} is planned as {first} and {other} as {second}, but transformers loads the experts of a model in one format: "
+            f"plan them alike, for example with --pin '*.experts=w4g32'"
+        )
+
+
+# Their _init_weights touches out_proj.weight after loading, which a packed layer does not have (transformers 5.24).
+_MAMBA = {"mamba", "mamba2", "falcon_mamba"}
+
+
+def transformers_gap(skeleton: Skeleton, graph: ModelGraph, plan: Plan) -> str | None:
+    """Why transformers alone does not load the planned checkpoint; None if it does.
+
+    compressor fills these gaps when it loads a checkpoint itself (``evaluation.transformers_gaps``).
+    """
+    quantized = {name: parse_format(a.format) for name, a in plan.quantized().items()}
+    if any(layer.form == "conv1d" and layer.name in quantized for layer in graph.layers):
+        return "compressed-tensors in transformers knows Linear only, and GPT-2's layers are Conv1D"
+    if any(layer.form == "expert" and layer.name not in quantized for layer in graph.layers):
+        return (
+            "transformers loads experts only if they are quantized like the rest, and some stay as they are"
+        )
+    packed = any(fmt.activations is None and name.endswith(".out_proj") for name, fmt in quantized.items())
+    if skeleton.config.model_type in _MAMBA and packed:
+        return "transformers initialises out_proj of Mamba again, which fails on packed weights"
+    return None
 
 
 def _check_length(skeleton: Skeleton, tokens: TokenSet) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressor import __version__
 from compressor.calibration.block import calibrate_block
-from compressor.calibration.stream import Stream, advance, open_stream, outputs
+from compressor.calibration.stream import Stream, advance, enter_block, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
 from compressor.checkpoint.release import write_release
 from compressor.checkpoint.verify import Check, verify
@@ -26,6 +26,7 @@ from compressor.console import note, steps, warn
 from compressor.errors import UsageError, VerificationFailed
 from compressor.formats import QuantizedWeight
 from compressor.graph import Linear, Unit, load, set_weight, unload
+from compressor.graph.experts import Experts
 from compressor.pipelines.estimate import resolve_method
 from compressor.pipelines.job import Job, estimated_disk_bytes, prepare, refuse_existing
 from compressor.recipes import QuantizeRecipe, Recipe
@@ -80,7 +81,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
         records, probe = _round_blocks(recipe, job, writer)
         sidecar = _sidecar(recipe, job, files, records, probe)
         config = dict(job.source.config)
-        config["quantization_config"] = quantization_config(job.plan, job.graph)
+        config["quantization_config"] = quantization_config(job.plan, job.graph, _stored_as(job))
         replaced = {job.skeleton.stored[f"{name}.weight"].name for name in job.plan.quantized()}
         built = writer.finish(job.source, config, sidecar, replaced)
         write_release(built, base_model=recipe.base_model)
@@ -101,6 +102,13 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
             )
         writer.publish()
     return Quantized(target, recipe.quantize, job, sidecar, records, checks, peak, time.monotonic() - start)
+
+
+def _stored_as(job: Job) -> dict[str, str]:
+    """Names of kept layers in the checkpoint, where transformers has other ones."""
+    names = {name: job.skeleton.stored.get(f"{name}.weight") for name in job.plan.kept()}
+    stored = {name: entry.name.removesuffix(".weight") for name, entry in names.items() if entry is not None}
+    return {name: other for name, other in stored.items() if other != name}
 
 
 def _round_blocks(
@@ -129,6 +137,9 @@ def _round_blocks(
     extras = _outside_units(job)
     with steps("quantizing", len(graph.blocks) + bool(extras)) as progress:
         for index, path in enumerate(graph.blocks):
+            for passing in (stream, reference, probe):
+                if passing is not None:
+                    enter_block(skeleton, graph, passing, index, dtype=dtype)
             block = load(skeleton, path, dtype=dtype, device=device)
             units = tuple(u for u in graph.units_of(index) if job.format_of(u.layers[0].name).quantized)
             formats = {layer.name: job.format_of(layer.name) for unit in units for layer in unit.layers}
@@ -152,10 +163,12 @@ def _round_blocks(
                     if _reconstruct(recipe, job, rounder, originals, block, index, reference, inputs):
                         stream.hidden = inputs
                         advance(stream, block, index, modules)
+                    _list_unchosen(rounder, block, path)
                 elif stream is not None:
                     calibrate_block(stream, block, index, units, formats, rounder)
+                    _list_unchosen(rounder, block, path)
                 else:
-                    for unit in units:
+                    for unit in (part for whole in units for part in whole.by_input):
                         rounder(unit, None, 0)
                         for name, weight in rounder.weights.items():
                             _install(job, name, weight)
@@ -168,6 +181,15 @@ def _round_blocks(
             records += _round_outside(recipe, job, writer, extras)
             progress.advance("outside the blocks")
     return records, _probe(job, probe, skip=bool(extras))
+
+
+def _list_unchosen(rounder: "_Rounder", block: nn.Module, path: str) -> None:
+    """Say of which experts the router chose none for any calibration token. (They were calibrated all the same: in
+    calibration every expert sees every token.)"""
+    for name, experts in block.named_modules():
+        if isinstance(experts, Experts):
+            for expert in torch.where(experts.chosen == 0)[0].tolist():
+                rounder.annotate("the router chose it for no calibration token", f"{path}.{name}.{expert}.")
 
 
 def _reference(recipe: Recipe, job: Job) -> Stream | None:
@@ -237,6 +259,7 @@ class _Rounder:
         self.weights: dict[str, QuantizedWeight] = {}
         self.records: list[dict[str, Any]] = []
         self._settings, self._job = settings, job
+        self._stored_in: dict[str, torch.dtype] = {}  # of each layer's scales
 
     def __call__(self, unit: Unit, hessian: Tensor | None, tokens: int) -> dict[str, Tensor]:
         start = time.monotonic()
@@ -252,7 +275,9 @@ class _Rounder:
         )
         computed = {}
         for layer, result in zip(unit.layers, results, strict=True):
-            self.tensors |= encode(layer.name, result.weight, scale_dtype(job.skeleton.dtype))
+            stored_in = torch.float32 if layer.scale_bytes(job.skeleton.dtype) == 4 else None
+            self._stored_in[layer.name] = stored_in or scale_dtype(job.skeleton.dtype)
+            self.tensors |= encode(layer.name, result.weight, self._stored_in[layer.name])
             self.weights[layer.name] = result.weight
             computed[layer.name] = result.weight.dequantize(job.skeleton.dtype).to(job.compute_dtype)
             record = {
@@ -271,7 +296,7 @@ class _Rounder:
 
     def replace(self, name: str, weight: QuantizedWeight, found: Reconstruction, seconds: float) -> None:
         """Take over a layer's weight from the reconstruction of its block."""
-        self.tensors |= encode(name, weight, scale_dtype(self._job.skeleton.dtype))
+        self.tensors |= encode(name, weight, self._stored_in[name])
         self.weights[name] = weight
         for record in self.records:
             if record["module"] == name:
@@ -280,10 +305,11 @@ class _Rounder:
                 record["block_error"] = found.after
                 record["seconds"] = round(record["seconds"] + seconds / len(found.weights), 3)
 
-    def annotate(self, remark: str) -> None:
-        """Say something about every layer of the block."""
+    def annotate(self, remark: str, prefix: str = "") -> None:
+        """Say something about every layer of the block whose name begins with ``prefix``."""
         for record in self.records:
-            record["note"] = "; ".join(filter(None, [record.get("note"), remark]))
+            if record["module"].startswith(prefix):
+                record["note"] = "; ".join(filter(None, [record.get("note"), remark]))
 
 
 def _install(job: Job, name: str, weight: QuantizedWeight) -> None:
@@ -331,7 +357,8 @@ def _probe(job: Job, stream: Stream, skip: bool) -> dict[str, Any] | None:
     if skip:
         return None  # layers after the blocks were quantized, and the stream ends before them
     answer = outputs(job.skeleton, job.graph, stream, dtype=job.compute_dtype)[0].float().cpu()
-    positions = torch.linspace(0, _PROBE_TOKENS - 1, _PROBE_POSITIONS).round().long()
+    answer = torch.atleast_2d(answer)  # a classifier has one row for the whole sequence
+    positions = torch.linspace(0, len(answer) - 1, min(len(answer), _PROBE_POSITIONS)).round().long()
     top = answer[positions].topk(min(8, answer.shape[-1]), dim=-1)
     return {
         "input_ids": stream.input_ids[0].tolist(),

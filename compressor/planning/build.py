@@ -116,6 +116,8 @@ def to_plan(scan: Sensitivity, made: Allocation, *, predicted_kl: float | None, 
         item = unit.formats[DENSE.name].bytes // numel
         for layer in unit.layers:
             size = stored_bytes(fmt, layer.out_features, layer.in_features, item)
+            if unit.kind == "experts":  # all of one size, and their scales may be wider
+                size = unit.formats[name].bytes // len(unit.layers)
             layers[layer.name] = Assignment(format=fmt.name, bytes=size)
     for kept_name, kept in scan.kept.items():
         layers[kept_name] = Assignment(format="bf16", bytes=kept.bytes, reason=kept.reason)

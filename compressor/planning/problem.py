@@ -4,6 +4,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,7 +144,8 @@ def _problem(unit: UnitScores, name: str, engine: str | None) -> str:
     """Why ``engine`` cannot load the unit in this format; empty if it can."""
     if engine is None:
         return ""
-    layers = [Linear(layer.name, layer.out_features, layer.in_features, False) for layer in unit.layers]
+    form: Literal["linear", "expert"] = "expert" if unit.kind == "experts" else "linear"
+    layers = [Linear(layer.name, layer.out_features, layer.in_features, False, form) for layer in unit.layers]
     problems = check_engine(engine, layers, parse_format(name))
     return problems[0].reason if problems else ""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from compressor.calibration.stream import Stream, plain_call
+from compressor.calibration.stream import Stream, call_of, plain_call
 from compressor.formats import Format, QuantizedWeight, fake_quantize_activations
 from compressor.rounding.learned import LearnedWeight
 
@@ -72,7 +72,7 @@ def reconstruct_block(
 
     def loss(number: int) -> Tensor:
         batch = stream.batches[number]
-        call = plain_call(stream.calls[number][index])
+        call = plain_call(call_of(stream, index, number))
         x = inputs[batch].to(stream.device)
         weights = {f"{path}.weight": layer().to(x.dtype) for path, layer in layers.items()}
         output = functional_call(block, weights, (x, *call.args), call.kwargs)

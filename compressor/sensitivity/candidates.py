@@ -1,16 +1,17 @@
 """The formats considered for each unit, and the weight errors they make."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from compressor.calibration.gram import Gram
-from compressor.calibration.stream import Stream
+from compressor.calibration.stream import Stream, call_block
 from compressor.engines import check as check_engine
 from compressor.errors import UsageError
 from compressor.formats import DENSE, Format, fitting
 from compressor.graph import ModelGraph, Unit
+from compressor.graph.experts import all_tokens_seen
 from compressor.rounding.unit import Method, round_unit
 from compressor.sensitivity.probes import Candidate
 
@@ -29,7 +30,7 @@ def formats_of_units(
     for unit in graph.units:
         usable: list[Format] = []
         for fmt in wanted:
-            fits = fitting(fmt, unit.layers[0].in_features)
+            fits = fitting(fmt, *(layer.in_features for layer in unit.layers))
             if fits is None:
                 dropped.setdefault(f"{fmt}: no group size divides the inputs", []).append(unit.name)
                 continue
@@ -55,25 +56,34 @@ def candidates_of(
     unit: Unit,
     modules: dict[str, nn.Linear],
     formats: Sequence[Format],
-    hessian: Tensor | None,
+    hessians: Mapping[str, Tensor],
     *,
     method: Method,
     scale_dtype: torch.dtype,
 ) -> list[Candidate]:
     """Round the layers of ``unit`` to each format, exactly as ``quantize`` does on an unquantized prefix.
 
+    ``hessians`` are :func:`input_moments`; without them layers are rounded to nearest.
     The errors are left in main memory, so that a device never holds more than one format of a layer.
     """
-    weights = [modules[layer.name].weight for layer in unit.layers]
     made = []
     for fmt in formats:
-        rounded = round_unit(
-            weights, fmt, hessian, method=method, scales="mse", damping=0.01, scale_dtype=scale_dtype
-        )
-        errors = {
-            layer.name: (result.weight.dequantize(torch.float32) - weight.float()).to(weight.dtype).cpu()
-            for layer, weight, result in zip(unit.layers, weights, rounded, strict=True)
-        }
+        errors: dict[str, Tensor] = {}
+        for part in unit.by_input:
+            weights = [modules[layer.name].weight for layer in part.layers]
+            rounded = round_unit(
+                weights,
+                fmt,
+                hessians.get(part.name),
+                method=method,
+                scales="mse",
+                damping=0.01,
+                scale_dtype=scale_dtype,
+            )
+            errors |= {
+                layer.name: (result.weight.dequantize(torch.float32) - weight.float()).to(weight.dtype).cpu()
+                for layer, weight, result in zip(part.layers, weights, rounded, strict=True)
+            }
         made.append(Candidate(unit, fmt, errors))
     return made
 
@@ -86,25 +96,26 @@ def input_moments(
     units: Sequence[Unit],
     modules: dict[str, nn.Linear],
 ) -> dict[str, Tensor]:
-    """Mean of x xᵀ over the inputs of each unit (by name), [in, in] fp32; ``hidden`` [n, T, H] enters the block."""
+    """Mean of x xᵀ over the inputs of each part of each unit (by name), [in, in] fp32; ``hidden`` [n, T, H] enters the
+    block."""
     grams: dict[str, Gram] = {}
     valid: Tensor | None = None
     handles = []
-    for unit in units:
+    for unit in (part for whole in units for part in whole.by_input):
 
         def note(module: nn.Module, args: tuple[Tensor, ...], name: str = unit.name) -> None:
             x = args[0]
             gram = grams.setdefault(name, Gram(x.shape[-1], x.device))
-            gram.add(x.reshape(-1, x.shape[-1]) if valid is None else x[valid])
+            flat = x.reshape(-1, x.shape[-1])
+            gram.add(flat if valid is None else flat[valid])
 
         handles.append(modules[unit.layers[0].name].register_forward_pre_hook(note))
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), all_tokens_seen(block):
             for number, batch in enumerate(stream.batches):
                 mask = stream.valid[batch]
-                valid = None if bool(mask.all()) else mask.to(stream.device)
-                call = stream.calls[number][index]
-                block(hidden[batch].to(stream.device), *call.args, **call.kwargs)
+                valid = None if bool(mask.all()) else mask.reshape(-1).to(stream.device)
+                call_block(stream, block, index, number, hidden[batch].to(stream.device))
     finally:
         for handle in handles:
             handle.remove()

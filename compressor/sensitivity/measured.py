@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compressor.calibration.stream import Stream, advance, loaded_ends, open_stream, tail
+from compressor.calibration.stream import Stream, advance, call_block, loaded_ends, open_stream, tail
 from compressor.checkpoint.compressed_tensors import scale_dtype
 from compressor.console import steps
 from compressor.evaluation.pair import token_scores
@@ -58,9 +58,7 @@ def measure_units(
                     for number, batch in enumerate(stream.batches):
                         state = hidden[index][batch].to(job.device)
                         for later in range(index, len(blocks)):
-                            call = stream.calls[number][later]
-                            state = blocks[later](state, *call.args, **call.kwargs)
-                            state = state[0] if isinstance(state, tuple) else state
+                            state = call_block(stream, blocks[later], later, number, state)
                         logits = tail(job.skeleton, job.graph, stream, number, state)
                         kl += sequence_kl(baseline[number], logits, scored[batch])
                 record.append(
@@ -99,7 +97,7 @@ def _candidates(
                 unit,
                 modules,
                 [fmt],
-                moments.get(unit.name),
+                moments,
                 method=job.settings.rounding,
                 scale_dtype=scale_dtype(job.skeleton.dtype),
             )
@@ -185,7 +183,7 @@ def last_hidden(job: "ScanJob", plan: Mapping[str, str] | None = None) -> Tensor
                     unit,
                     modules,
                     [fmt],
-                    moments.get(unit.name),
+                    moments,
                     method=job.settings.rounding,
                     scale_dtype=scale_dtype(job.skeleton.dtype),
                 )

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressor.calibration.stream import Stream, plain_call, tail
+from compressor.calibration.stream import Stream, call_of, plain_call, tail
 from compressor.errors import InputRefused
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, Unit
+from compressor.graph.experts import all_tokens_seen
 
 Column = tuple[str, str]  # unit name, format name
 
@@ -118,11 +119,13 @@ def score_batch(
     """
     draws = len(gradients)
     hidden = hidden.detach().clone().requires_grad_(draws > 0)
-    with torch.set_grad_enabled(draws > 0), _seen(modules) as seen:
-        call = plain_call(stream.calls[number][index])
+    with torch.set_grad_enabled(draws > 0), all_tokens_seen(block), _seen(modules, hidden.shape[:2]) as seen:
+        call = plain_call(call_of(stream, index, number))
         output = block(hidden, *call.args, **call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
     names = list(seen)
+    if missing := next((name for name in modules if name not in seen), None):
+        raise InputRefused(f"{missing}: sees routed tokens, which a scan does not support")
     targets = [hidden, *(seen[name][1] for name in names)]
     per_draw = [
         torch.autograd.grad(output, targets, gradients[d].to(output.dtype), retain_graph=d < draws - 1)
@@ -133,11 +136,13 @@ def score_batch(
     with torch.no_grad():
         # [batch, length, draws, out]: one small product for each token
         at_output = {
-            name: torch.stack([g[1 + i] for g in per_draw], dim=-2) if draws else None
+            name: torch.stack([g[1 + i].reshape(*hidden.shape[:2], -1) for g in per_draw], dim=-2)
+            if draws
+            else None
             for i, name in enumerate(names)
         }
         for candidate in candidates:
-            _score(candidate, modules, seen, at_output, padding, batch, into)
+            _score(candidate, modules, seen, at_output, hidden.shape[:2], padding, batch, into)
     return torch.stack([g[0] for g in per_draw]) if draws else gradients
 
 
@@ -146,6 +151,7 @@ def _score(
     modules: dict[str, nn.Linear],
     seen: dict[str, tuple[Tensor, Tensor]],
     at_output: dict[str, Tensor | None],
+    shape: torch.Size,
     padding: Tensor | None,
     batch: slice,
     into: BlockProbes,
@@ -153,7 +159,7 @@ def _score(
     column = candidate.column
     products: Tensor | None = None
     for name, delta in candidate.errors.items():
-        x, y = seen[name]
+        x, y = (value.reshape(*shape, -1) for value in seen[name])
         weight, bias = modules[name].weight, modules[name].bias
         y = y if bias is None else y - bias
         # The error itself, never a difference of two outputs: bf16 could not hold it.
@@ -176,16 +182,19 @@ def _score(
 
 
 @contextmanager
-def _seen(modules: dict[str, nn.Linear]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Input (detached) and output of each layer while its block runs inside."""
+def _seen(modules: dict[str, nn.Linear], shape: torch.Size) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Input (detached) and output of each layer while its block runs inside, on hidden states of ``shape`` [batch, length]."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.dim() != 3 or name in seen:
-                raise InputRefused(
-                    f"{name}: sees routed tokens or runs more than once in a block, which a scan does not support yet"
-                )
+            # Experts see the tokens of all sequences one after another, MLA's latents are those of one head. What
+            # else a layer is used for (DeBERTa's relative positions) is no token's, and left out.
+            batch, length = shape
+            if output.shape[:-1] not in ((batch, length), (batch * length,), (batch, 1, length)):
+                return
+            if name in seen:
+                raise InputRefused(f"{name}: runs more than once in a block, which a scan does not support")
             seen[name] = (args[0].detach(), output)
 
         return note

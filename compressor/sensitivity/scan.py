@@ -18,8 +18,9 @@ from compressor.calibration.stream import Stream, advance, loaded_ends
 from compressor.checkpoint.compressed_tensors import scale_dtype
 from compressor.console import steps, warn
 from compressor.errors import InputRefused, UsageError
-from compressor.formats import Format, parse_format, stored_bytes
+from compressor.formats import Format, parse_format
 from compressor.graph import ModelGraph, Skeleton, build_skeleton, discover, load, unload
+from compressor.graph.assign import layer_bytes, refuse_unsupported
 from compressor.rounding.unit import Method
 from compressor.sensitivity.candidates import candidates_of, formats_of_units, input_moments, weight_error
 from compressor.sensitivity.damage import Damages, from_measurements, from_output_errors, from_products
@@ -97,6 +98,12 @@ def prepare(settings: ScanSettings, device: torch.device) -> ScanJob:
     )
     skeleton = build_skeleton(source)
     graph = discover(skeleton)
+    refuse_unsupported(skeleton, graph)
+    if len(graph.stages) > 1:
+        raise InputRefused(
+            f"{source.path}: {type(skeleton.module).__name__} is an encoder-decoder, which a scan does not support: quantize it "
+            "with one --scheme"
+        )
     if settings.score != "output-mse" and not graph.head:
         raise InputRefused(
             f"{source.path}: {type(skeleton.module).__name__} has no output head, so there is no KL to predict: "
@@ -232,7 +239,7 @@ def _score_block(
             unit,
             modules,
             job.formats[unit.name],
-            moments.get(unit.name),
+            moments,
             method=job.settings.rounding,
             scale_dtype=scale_dtype(job.skeleton.dtype),
         )
@@ -291,7 +298,7 @@ def _collect(
                 stderr=damages.stderr[column],
                 weight_error=entries[column]["weight_error"],
                 output_error=entries[column]["output_error"],
-                bytes=sum(stored_bytes(fmt, la.out_features, la.in_features, item) for la in unit.layers),
+                bytes=sum(layer_bytes(job.skeleton, layer, fmt) for layer in unit.layers),
             )
     dense = parse_format("bf16")
     units = tuple(

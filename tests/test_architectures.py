@@ -1,0 +1,471 @@
+"""Every family that people bring, through the whole command line: quantized, verified, reloaded, equal.
+
+The README's table of families is made of these tests.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from architectures import FAMILIES, make_model, save_family
+from cli import run_here
+from fuzzing import fuzz_once
+from safetensors.torch import load_file, save_file
+
+from compressor.calibration.stream import advance, enter_block, open_stream, outputs
+from compressor.distillation import run as distill_run
+from compressor.distillation.latency import Latency
+from compressor.evaluation.load import load_for_evaluation
+from compressor.graph import build_skeleton, discover, load
+from compressor.graph.experts import all_tokens_seen
+from compressor.sources import tensors
+from compressor.sources.model import open_model
+
+SUPPORTED = [name for name in FAMILIES if name != "gpt_oss"]
+SCANNED = [n for n in SUPPORTED if FAMILIES[n].kind == "causal" or n == "bert_mlm"]
+SEQ2SEQ = [n for n in SUPPORTED if FAMILIES[n].kind == "seq2seq"]
+CLASSIFIERS = [n for n in SUPPORTED if FAMILIES[n].kind == "encoder" and n != "bert_mlm"]
+FEW = ("--samples", 4, "--sequence-length", 32)
+
+
+def test_the_readme_lists_every_family() -> None:
+    """A row for each, so that none is claimed without a test or tested without being listed."""
+    text = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    table = text[text.index("## Models") : text.index("## Mixed precision")]
+    plain = table.lower().replace("-", "").replace(" ", "").replace("_", "")
+    for name in FAMILIES:
+        assert name.removesuffix("_mlm").replace("_", "") in plain, name
+
+
+def refused(result: tuple[int, str, str], *words: str) -> str:
+    """Exit 5 with one line on standard error that holds all ``words``, before a weight was read."""
+    code, _, err = result
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 5, err
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    assert "checking source weights" not in err
+    for word in words:
+        assert word in lines[0], lines[0]
+    return lines[0]
+
+
+def quantized(source: Path, target: Path, *options: object) -> dict[str, Any]:
+    """Quantize, and return the sidecar of the verified checkpoint."""
+    code, out, err = run_here("quantize", source, "-o", target, "--json", *options)
+    assert code == 0, err
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    for name in ("kept tensors", "coverage", "reloaded weights", "reloaded outputs", "probe"):
+        assert checks[name]["passed"], checks[name]
+        assert not checks[name]["detail"].startswith("skipped"), checks[name]
+    return json.loads((target / "compression.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_quantize_verify_reload(name: str, method: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    source = save_family(
+        tmp_path / "model", name, dtype=torch.float32 if method == "gptq" else torch.bfloat16
+    )
+    data = FEW if method == "gptq" else ()
+    sidecar = quantized(source, tmp_path / "q", "--scheme", "w4g32", "--method", method, *data)
+    coverage = sidecar["coverage"]
+    assert coverage["ratio"] >= family.floor
+    if family.floor < 0.99:
+        assert any(family.why in reason for reason in coverage["uncovered"].values())
+    assert not any("not a" in reason for reason in coverage["uncovered"].values())
+    for record in sidecar["layers"]:
+        assert record["method"] == method or "gptq was worse" in record["note"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "mamba"])
+def test_adaround_learns_what_is_stored_otherwise(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", name)
+    sidecar = quantized(source, tmp_path / "q", "--scheme", "w3g32", "--method", "adaround", *FEW)
+    assert any(record["method"] == "adaround" for record in sidecar["layers"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_engine_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
+    """The other tests run the engine in this process, which must not be what makes them pass."""
+    import subprocess
+    import sys
+
+    source = save_family(tmp_path / "model", name)
+    quantized(source, tmp_path / "q", "--scheme", "w4g32", "--method", "rtn")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "compressor",
+            "verify",
+            tmp_path / "q",
+            "--source",
+            source,
+            "--engine",
+            "transformers",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_scan_plan_quantize(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", name)
+    scan, plan = tmp_path / "scan.json", tmp_path / "plan.yaml"
+    code, _, err = run_here("scan-sensitivity", source, "-o", scan, "--formats", "w4g32,w8,bf16", *FEW)
+    assert code == 0, err
+    units = json.loads(scan.read_text())["units"]
+    assert all(unit["formats"]["w4g32"]["damage"] >= 0 for unit in units)
+    assert all(unit["formats"]["w4g32"]["output_error"] > 0 for unit in units)
+    pins = ("--pin", "*.experts=w4g32") if any(unit["kind"] == "experts" for unit in units) else ()
+    code, _, err = run_here("plan", scan, "-o", plan, "--budget", "6bits", *pins)
+    assert code == 0, err
+    sidecar = quantized(source, tmp_path / "q", "--plan", plan, "--method", "rtn")
+    formats = {name: layer["format"] for name, layer in yaml.safe_load(plan.read_text())["layers"].items()}
+    assert {record["module"]: record["format"] for record in sidecar["layers"]} == {
+        name: fmt for name, fmt in formats.items() if fmt != "bf16"
+    }
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers_are_scanned_by_output_error(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", name)
+    scan = ("scan-sensitivity", source, "-o", tmp_path / "scan.json", "--formats", "w4g32,bf16", *FEW)
+    refused(run_here(*scan), "--score output-mse")
+    code, _, err = run_here(*scan, "--score", "output-mse")
+    assert code == 0, err
+    code, _, err = run_here("plan", tmp_path / "scan.json", "-o", tmp_path / "plan.yaml", "--budget", "9bits")
+    assert code == 0, err
+    quantized(source, tmp_path / "q", "--plan", tmp_path / "plan.yaml", "--method", "rtn")
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_encoder_decoders_are_not_scanned(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", name)
+    refused(run_here("scan-sensitivity", source, "-o", tmp_path / "scan.json", *FEW), "encoder-decoder")
+
+
+@pytest.fixture
+def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing the student takes two processes, and has tests of its own."""
+    fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1)
+    monkeypatch.setattr(distill_run, "measure_latency", lambda *a, **k: fake)
+
+
+@pytest.mark.usefixtures("no_latency")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_distill(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    source = save_family(tmp_path / "model", name)
+    rows = []
+    for number in range(12):
+        text = f"the quick brown fox {number} jumps over the lazy dog, and the dog does not mind"
+        match family.kind, name:
+            case "seq2seq", _:
+                rows.append({"source": text, "target": f"a dog {number}"})
+            case "encoder", "bert_mlm":
+                rows.append({"text": text})
+            case "encoder", _:
+                rows.append({"text": text, "label": number % 2})
+            case _:
+                rows.append({"text": text})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = run_here(
+        "distill", source, "-o", tmp_path / "student", "--student", "derive:layers=1", "--data", tmp_path / "rows.jsonl",
+        "--steps", 1, "--batch-size", 2, "--length", 16,
+    )  # fmt: skip
+    if name == "jamba":  # its layers differ from each other, so none can be left out
+        refused(result, "no student can be derived")
+        return
+    assert result[0] == 0, result[2]
+    student = load_for_evaluation(tmp_path / "student")
+    blocks = discover(build_skeleton(open_model(str(tmp_path / "student")))).blocks
+    assert len(blocks) == (3 if family.kind == "seq2seq" else 1)  # of two stacks the decoder gets shorter
+    assert all(bool(torch.isfinite(p).all()) for p in student.parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inspect_reads_no_weights_and_says_what_is_skipped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_family(tmp_path / "model", name)
+
+    def no(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(tensors, "read_tensor", no)
+    monkeypatch.setattr("compressor.graph.skeleton.read_tensor", no)
+    code, out, err = run_here("inspect", source, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["coverage"]["ratio"] >= (0.1 if name == "gpt_oss" else FAMILIES[name].floor)
+    assert bool(found["unsupported"]) == (name == "gpt_oss")
+    listed = {layer for unit in found["units"] for layer in unit["layers"]} | set(found["kept"])
+    for tensor in load_file(source / "model.safetensors"):
+        layer = tensor.rpartition(".")[0]
+        shape = load_file(source / "model.safetensors")[tensor].shape
+        if sum(side > 1 for side in shape) > 1 and "embed_out" not in tensor:
+            assert (
+                layer in listed
+                or tensor in listed
+                or "relative_attention_bias" in tensor
+                or "rel_emb" in tensor
+            )
+    code, text, _ = run_here("inspect", source)
+    assert code == 0
+    assert "quantizable: " in text
+    assert ("refused by quantize" in " ".join(text.split())) == (name == "gpt_oss")
+
+
+def test_experts_in_one_tensor_are_refused_and_may_be_kept_by_name(tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", "gpt_oss")
+    target = tmp_path / "q"
+    for command in (
+        ("quantize", source, "-o", target),
+        ("scan-sensitivity", source, "-o", tmp_path / "s.json"),
+    ):
+        line = refused(run_here(*command, *FEW), "86%", "experts.down_proj", "--ignore '*.experts.*'")
+    assert not target.exists()
+    pattern = line.rpartition("--ignore '")[2].rstrip("'")
+    sidecar = quantized(source, target, "--scheme", "w4g32", "--method", "rtn", "--ignore", pattern)
+    assert sidecar["coverage"]["ratio"] < 0.2
+    assert set(sidecar["coverage"]["uncovered"].values()) == {"ignored by the user", "router"}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "jamba"])
+def test_experts_compute_what_transformers_computes_and_all_tokens_change_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    source = save_family(tmp_path / "model", name)
+    ids = torch.randint(0, 300, (3, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = make_model(name)(input_ids=ids).logits
+    skeleton = build_skeleton(open_model(str(source)))
+    model = load(skeleton, "", dtype=torch.float32)
+    with torch.no_grad():
+        routed = model(input_ids=ids).logits
+        with all_tokens_seen(model) as stacks:
+            everywhere = model(input_ids=ids).logits
+    torch.testing.assert_close(routed, expected, rtol=1e-5, atol=1e-5 * float(expected.std()))
+    torch.testing.assert_close(everywhere, routed, rtol=1e-5, atol=1e-5 * float(expected.std()))
+    assert stacks
+    per_token = skeleton.config.num_experts_per_tok
+    assert all(int(experts.chosen.sum()) == ids.numel() * per_token for _, experts in stacks)
+
+
+def test_units_are_what_engines_fuse(tmp_path: Path) -> None:
+    """MLA's two first projections read one input and are one matrix in vLLM; all experts of a layer have one format."""
+    graph = discover(build_skeleton(open_model(str(save_family(tmp_path / "model", "deepseek_v3")))))
+    units = {unit.name: unit for unit in graph.units_of(1)}
+    attention = units["model.layers.1.self_attn.qkv_a"]
+    assert [layer.name.rpartition(".")[2] for layer in attention.layers] == ["q_a_proj", "kv_a_proj_with_mqa"]
+    experts = units["model.layers.1.mlp.experts"]
+    assert len(experts.layers) == 4 * 3
+    inputs, outputs = experts.parts
+    assert [len(part.layers) for part in inputs] == [8]  # gate and up of all experts read the same tokens
+    assert [len(part.layers) for part in outputs] == [1, 1, 1, 1]
+    assert units["model.layers.1.mlp.shared_experts.gate_up"].kind == "gate_up"
+
+
+def test_names_of_experts_are_those_on_disk(tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", "mixtral")
+    sidecar = quantized(source, tmp_path / "q", "--scheme", "w4g32", "--method", "rtn")
+    stored = load_file(source / "model.safetensors")
+    written = load_file(tmp_path / "q" / "model.safetensors")
+    experts = [name for name in stored if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for name in experts:
+        layer = name.removesuffix(".weight")
+        assert name not in written
+        assert {f"{layer}.weight_packed", f"{layer}.weight_scale", f"{layer}.weight_shape"} <= set(written)
+    assert set(sidecar["coverage"]["uncovered"].values()) == {"router"}
+
+
+def test_experts_that_no_token_chose_are_calibrated_and_listed(tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", "mixtral")
+    weights = load_file(source / "model.safetensors")
+    router = weights["model.layers.0.block_sparse_moe.gate.weight"]
+    router.zero_()  # all experts are worth the same, so that the same two are always taken
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    sidecar = quantized(source, tmp_path / "q", "--scheme", "w4g32", *FEW)
+    first = [
+        r for r in sidecar["layers"] if r["module"].startswith("model.layers.0.block_sparse_moe.experts.")
+    ]
+    unchosen = {r["module"].split(".")[-2] for r in first if "chose it for no" in r.get("note", "")}
+    assert len(unchosen) == 2
+    assert all(record["tokens"] == 4 * 32 for record in first)
+    scales = {
+        k: v for k, v in load_file(tmp_path / "q" / "model.safetensors").items() if k.endswith("_scale")
+    }
+    assert all(bool(torch.isfinite(scale).all() and (scale > 0).all()) for scale in scales.values())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "bart"])
+def test_batches_do_not_matter(name: str, tmp_path: Path) -> None:
+    """One batch is calibrated in one pass, several by replaying the block: with the same result."""
+    source = save_family(tmp_path / "model", name)
+    found = []
+    for number, memory in enumerate((1.5, 1e-5)):
+        recipe = tmp_path / f"{number}.yaml"
+        recipe.write_text(
+            yaml.safe_dump(
+                {
+                    "model": str(source),
+                    "quantize": {
+                        "scheme": "w4g32",
+                        "calibration_memory": memory,
+                        "calibration": {"samples": 4, "sequence_length": 32},
+                    },
+                }
+            )
+        )
+        target = tmp_path / f"q{number}"
+        code, _, err = run_here("quantize", "--recipe", recipe, "-o", target)
+        assert code == 0, err
+        found.append(load_file(target / "model.safetensors"))
+    packed = [key for key in found[0] if key.endswith("weight_packed")]
+    same = [float((found[0][key] == found[1][key]).float().mean()) for key in packed]
+    assert sum(same) / len(same) > 0.99
+
+
+@pytest.mark.parametrize("name", ["falcon", "t5", "deberta_v2", "bamba", "marian"])
+def test_block_by_block_is_the_whole_model(name: str, tmp_path: Path) -> None:
+    """Whatever blocks return and pass on to each other."""
+    source = save_family(tmp_path / "model", name)
+    ids = torch.randint(3, 300, (3, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    model = make_model(name)
+    inputs = {"input_ids": ids}
+    if FAMILIES[name].kind != "causal":
+        inputs["attention_mask"] = mask
+    if FAMILIES[name].kind == "seq2seq":
+        inputs["decoder_input_ids"] = ids
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    skeleton = build_skeleton(open_model(str(source)))
+    graph = discover(skeleton)
+    stream = open_stream(
+        skeleton,
+        graph,
+        ids,
+        mask,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        batch_bytes=1,
+        batch_sequences=2,
+    )
+    assert len(stream.batches) > 1
+    for index, path in enumerate(graph.blocks):
+        enter_block(skeleton, graph, stream, index, dtype=torch.float32)
+        advance(stream, load(skeleton, path, dtype=torch.float32), index)
+    found = outputs(skeleton, graph, stream, dtype=torch.float32)
+    real = mask.bool() if expected.dim() == 3 else torch.ones(3, dtype=torch.bool)
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "words"),
+    [
+        ("gpt2", "w8a8", ("Conv1D", "w8 or w4g128")),
+        ("gpt2", "fp8", ("Conv1D",)),
+        ("mixtral", "w8a8", ("experts", "w8 or w4g128")),
+        ("qwen3_moe", "fp8", ("experts",)),
+    ],
+)
+def test_formats_that_a_form_of_layer_cannot_have(
+    name: str, scheme: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = save_family(tmp_path / "model", name)
+    result = run_here("quantize", source, "-o", tmp_path / "q", "--scheme", scheme, "--method", "rtn")
+    refused(result, *words)
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("gpt2", "Conv1D"), ("mamba", "out_proj"), ("mamba2", "out_proj")]
+)
+def test_what_transformers_alone_cannot_load_is_said(name: str, word: str, tmp_path: Path) -> None:
+    """A user of transformers is told before the work, and one who asks for it is refused."""
+    source = save_family(tmp_path / "model", name)
+    command = ("quantize", source, "-o", tmp_path / "q", "--scheme", "w4g32", "--method", "rtn")
+    refused(run_here(*command, "--engine", "transformers"), word)
+    code, _, err = run_here(*command)
+    assert code == 0, err
+    assert any(word in line and "transformers alone does not" in line for line in err.splitlines())
+
+
+def test_experts_in_several_formats_are_refused(tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", "mixtral")
+    layers = {name: {"format": "bf16"} for name in ("lm_head", "model.embed_tokens")}
+    for unit in discover(build_skeleton(open_model(str(source)))).units:
+        fmt = "w8" if unit.kind == "experts" and unit.block else "w4g32"
+        layers |= {layer.name: {"format": fmt} for layer in unit.layers}
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"version": 1, "model": str(source), "layers": layers}))
+    result = run_here("quantize", source, "-o", tmp_path / "q", "--plan", plan, "--method", "rtn")
+    refused(result, "w4g32", "w8", "one format")
+
+
+def test_a_decoders_unknown_tensors_and_all_other_files_are_carried_over(tmp_path: Path) -> None:
+    """MTP heads, custom code, every kind of tokenizer file, and a generation config that transformers refuses to save."""
+    source = save_family(tmp_path / "model", "deepseek_v3")
+    weights = load_file(source / "model.safetensors")
+    extra = {f"model.layers.2.{leaf}.weight": torch.randn(64, 64) for leaf in ("eh_proj", "mlp.up_proj")}
+    extra |= {"model.layers.2.shared_head.norm.weight": torch.randn(64)}
+    save_file(weights | extra, source / "model.safetensors", {"format": "pt"})
+    files = {
+        "modeling_custom.py": b"# not run\n",
+        "merges.txt": b"a b\r\n",
+        "vocab.json": b'{"a":0}',
+        "spiece.model": bytes(range(256)),
+        "chat_template.jinja": b"{{ messages }}\n",
+        "generation_config.json": b'{"do_sample": false, "temperature": 0.6, "top_p": 2}',
+        "LICENSE": b"free\n",
+    }
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    sidecar = quantized(source, tmp_path / "q", "--scheme", "w4g32", "--method", "rtn")
+    for name, content in files.items():
+        assert (tmp_path / "q" / name).read_bytes() == content
+    written = load_file(tmp_path / "q" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in extra.items())
+    assert sidecar["coverage"]["uncovered"]["model.layers.2.eh_proj.weight"] == "unknown to the model class"
+    code, out, _ = run_here("inspect", source)
+    assert code == 0
+    assert "unknown to the model class" in out
+
+
+@pytest.mark.usefixtures("no_latency")
+@pytest.mark.parametrize("name", ["qwen2", "mamba", "gpt2", "mixtral"])
+def test_recovery_trains_linear_layers_and_refuses_others(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", name)
+    quantized(source, tmp_path / "q", "--scheme", "w4g32", "--method", "rtn")
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"the quick brown fox {i} jumps over the lazy dog"}) for i in range(12))
+    )
+    result = run_here(
+        "distill", source, "-o", tmp_path / "r", "--student", f"quantized:{tmp_path / 'q'}", "--data", tmp_path / "rows.jsonl",
+        "--steps", 1, "--batch-size", 2, "--length", 16,
+    )  # fmt: skip
+    if name in ("gpt2", "mixtral"):
+        refused(result, "cannot be trained while quantized")
+    else:
+        assert result[0] == 0, result[2]
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_fuzz(number: int, tmp_path: Path) -> None:
+    """Unusual shapes end in a verified checkpoint or in one line; scripts/fuzz_architectures.py runs many more."""
+    names = list(FAMILIES)
+    seed = 1000 + 5 * number
+    outcome = fuzz_once(names[seed % len(names)], seed, tmp_path)
+    assert outcome.ending in ("verified", "refused"), outcome.detail
