@@ -19,7 +19,7 @@ from compressor.diagnosis.job import DiagnoseJob, load_compressed
 from compressor.diagnosis.predict import Fix, fit_part
 from compressor.evaluation.bootstrap import Estimate, estimate, resample_sums
 from compressor.evaluation.metrics import RESAMPLES
-from compressor.formats import Format
+from compressor.formats import Format, QuantizedWeight
 from compressor.graph import load, set_weight, unload
 from compressor.rounding.learned import LearnedWeight
 from compressor.rounding.reconstruct import ReconstructSettings, reconstruct_block
@@ -166,16 +166,18 @@ def _carry_out(job: DiagnoseJob, compared: Compared, fix: Fix, patch: Patch) -> 
     fit = fit_part(compared.streams[1])
     moments = input_moments(fit, block, index, inputs, (unit,), modules)
     stored = scale_dtype(job.original.dtype)
-    rounded = round_unit(
-        list(originals.values()),
-        fix.format,
-        moments.get(unit.name),
-        method="gptq",
-        scales="mse",
-        damping=0.01,
-        scale_dtype=stored,
-    )
-    found = {name: result.weight for name, result in zip(originals, rounded, strict=True)}
+    found: dict[str, QuantizedWeight] = {}
+    for part in unit.by_input:
+        rounded = round_unit(
+            [originals[layer.name] for layer in part.layers],
+            fix.format,
+            moments.get(part.name),
+            method="gptq",
+            scales="mse",
+            damping=0.01,
+            scale_dtype=stored,
+        )
+        found |= {layer.name: result.weight for layer, result in zip(part.layers, rounded, strict=True)}
     if fix.kind == "adaround":
         for name, weight in found.items():
             value = weight.dequantize(job.original.dtype).to(scan.device, scan.dtype)

@@ -74,7 +74,7 @@ def alternatives(unit: Unit, fmt: Format, engine: str | None) -> list[tuple[str,
         found.append(("adaround", fmt))
     if fmt.kind == "int" and fmt.activations is None:
         for size in GROUP_SIZES:
-            finer = fitting(parse_format(f"w{fmt.bits}g{size}"), unit.layers[0].in_features)
+            finer = fitting(parse_format(f"w{fmt.bits}g{size}"), *(la.in_features for la in unit.layers))
             if finer is not None and size < (fmt.group_size or 2**31) and ("finer", finer) not in found:
                 found.append(("finer", finer))
     if fmt.bits < 8 or fmt.activations is not None:
@@ -121,7 +121,7 @@ def predict(job: DiagnoseJob, compared: Compared, journal: Journal) -> Predicted
             candidates = [
                 candidate
                 for unit in units
-                for candidate in _candidates(job, unit, modules, moments.get(unit.name))
+                for candidate in _candidates(job, unit, modules, moments)
             ]
             probes = BlockProbes(products={c.column: products[c.column] for c in candidates})
             for number, batch in enumerate(stream.batches):
@@ -187,7 +187,7 @@ def _labels(job: DiagnoseJob, unit: Unit) -> list[Format]:
 
 
 def _candidates(
-    job: DiagnoseJob, unit: Unit, modules: dict[str, nn.Linear], hessian: Tensor | None
+    job: DiagnoseJob, unit: Unit, modules: dict[str, nn.Linear], moments: dict[str, Tensor]
 ) -> Iterator[Candidate]:
     labels = [fmt for fmt in _labels(job, unit) if fmt.quantized]
     if not labels:
@@ -200,4 +200,4 @@ def _candidates(
     for fmt in labels[1:]:
         # At eight bits what GPTQ would gain on plain rounding is nothing beside what the fix gains.
         method: Method = "rtn" if fmt.bits == 8 and fmt != job.format_of(unit) else "gptq"
-        yield from candidates_of(unit, modules, [fmt], hessian, method=method, scale_dtype=stored)
+        yield from candidates_of(unit, modules, [fmt], moments, method=method, scale_dtype=stored)
