@@ -469,3 +469,21 @@ def test_fuzz(number: int, tmp_path: Path) -> None:
     seed = 1000 + 5 * number
     outcome = fuzz_once(names[seed % len(names)], seed, tmp_path)
     assert outcome.ending in ("verified", "refused"), outcome.detail
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "jamba", "bert"])
+def test_diagnose_follows_every_form_of_layer(name: str, tmp_path: Path) -> None:
+    model, checkpoint, output = save_family(tmp_path / "m", name), tmp_path / "q", tmp_path / "d"
+    code, _, err = run_here(
+        "quantize", model, "-o", checkpoint, "--scheme", "w4g32", "--method", "rtn", "--device", "cpu"
+    )
+    assert code == 0, err
+    code, _, err = run_here(
+        "diagnose", model, checkpoint, "--samples", 4, "--sequence-length", 32, "--try", 1, "-o", output
+    )
+    assert code == 0, err
+    found = json.loads((output / "diagnosis.json").read_text("utf-8"))
+    quantized = json.loads((checkpoint / "compression.json").read_text("utf-8"))["layers"]
+    assert {layer["module"] for layer in quantized} == {
+        layer for place in found["places"] if place["format"] == "w4g32" for layer in place["layers"]
+    }

@@ -15,7 +15,7 @@ from compressor.formats import DENSE, Format
 from compressor.graph import ModelGraph, Skeleton, Unit, build_skeleton, load, set_weight
 from compressor.sensitivity.scan import ScanJob, ScanSettings, prepare
 from compressor.sources.model import open_model
-from compressor.sources.tensors import read_header, read_tensor
+from compressor.sources.tensors import read_header
 
 _UNRELATED = (
     0.9  # of a weight's norm: what the median layer may differ by (two bits: 0.6; other weights: 1.4)
@@ -179,16 +179,16 @@ def _check_pair(scan: ScanJob, artifact: Artifact) -> None:
         except Failed as reason:
             raise InputRefused(f"{where}: not made from {original}: {reason}") from None
     distances = []
-    for layer, entry in originals.items():
+    for layer in originals:
         try:
             weight = decoded(artifact, layer).dequantize(torch.float32)
         except (Failed, Skipped) as reason:
             raise InputRefused(f"{where}: {reason}") from None
-        if tuple(weight.shape) != entry.shape:
+        before = scan.skeleton.read(f"{layer}.weight").float()
+        if weight.shape != before.shape:
             raise InputRefused(
-                f"{where}: not made from {original}: {layer} is {list(weight.shape)}, not {list(entry.shape)}"
+                f"{where}: not made from {original}: {layer} is {list(weight.shape)}, not {list(before.shape)}"
             )
-        before = read_tensor(entry).float()
         distances.append(float((weight - before).norm() / before.norm().clamp(min=1e-30)))
     median = sorted(distances)[len(distances) // 2]
     if not median < _UNRELATED:

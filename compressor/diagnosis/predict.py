@@ -119,9 +119,7 @@ def predict(job: DiagnoseJob, compared: Compared, journal: Journal) -> Predicted
             modules = layers_by_name(block, path, units)
             moments = input_moments(fit_part(stream), block, index, compared.original[index], units, modules)
             candidates = [
-                candidate
-                for unit in units
-                for candidate in _candidates(job, unit, modules, moments)
+                candidate for unit in units for candidate in _candidates(job, unit, modules, moments)
             ]
             probes = BlockProbes(products={c.column: products[c.column] for c in candidates})
             for number, batch in enumerate(stream.batches):
