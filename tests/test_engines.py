@@ -75,3 +75,11 @@ def test_group_sizes_have_to_divide() -> None:
 def test_each_layer_is_named() -> None:
     layers = [layer(), Linear("odd", 30, 256, False), Linear("odder", 31, 256, False)]
     assert [p.layer for p in check("vllm-cpu", layers, parse_format("w4g32"))] == ["odd", "odder"]
+
+
+def test_experts_on_a_processor_have_int4_in_groups() -> None:
+    expert = Linear("model.layers.0.mlp.experts.0.up_proj", 256, 256, False, form="expert")
+    assert not check("vllm-cpu", [expert], parse_format("w4g32"))
+    for name in ("w4", "fp8"):
+        (problem,) = check("vllm-cpu", [expert], parse_format(name))
+        assert "processors with AMX" in problem.reason

@@ -100,7 +100,15 @@ ENGINES: dict[str, Engine] = {
             Refusal(INT8, "8-bit weights without 8-bit activations have no CPU kernel", "w8a8"),
             Refusal(ODD_BITS, "only 4 and 8 bits have a CPU kernel", "w4"),
         ),
-        forms=_VLLM_FORMS,
+        forms=(
+            *_VLLM_FORMS,
+            # CPUExpertsInt4 and CPUExpertsInt8; vLLM itself refuses them where the processor has no AMX.
+            Form(
+                "expert",
+                frozenset({"w4g32", "w4g64", "w4g128", "w8a8"}),
+                "experts have a CPU kernel for INT4 in groups and for INT8 inputs only, on processors with AMX",
+            ),
+        ),
     ),
     # Decompressed to dense weights on the first forward pass, so any shape and width will do.
     "transformers": Engine(
