@@ -109,7 +109,27 @@ def sst2(args: argparse.Namespace) -> str:
         compressor("quantize", student, "-o", int8, "--scheme", "w8a8", "--method", "rtn", "--device", "cpu")
     before, after = (accuracy(path, args.data) for path in (student, int8))
     line = f"INT8 W8A8 of the student: accuracy {after:.4f}, {100 * (after - before):+.2f} points against {before:.4f}"
-    return f"{table(student)}\n{line}"
+    teacher = student.with_name(f"{student.name}-teacher")
+    return f"{table(student)}\n{line}\n\n{in_turns(teacher, student)}"
+
+
+def in_turns(teacher: Path, student: Path, rounds: int = 7) -> str:
+    """Throughput of both, timed one after the other several times, so that a busy machine slows both."""
+    from compressor.distillation.latency import measure_latency
+
+    ratios = []
+    for _ in range(rounds):
+        before, after = (
+            measure_latency(
+                path, "classification", batch=32, length=64, device="cpu", dtype="float32", seconds=3
+            )
+            for path in (teacher, student)
+        )
+        ratios.append(after.items_per_second / before.items_per_second)
+    return (
+        f"Throughput of the student ÷ the teacher's, forward passes of 32 × 64 tokens in turns: median {statistics.median(ratios):.2f} "
+        f"of {rounds} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 def accuracy(directory: Path, data: Path) -> float:
