@@ -249,3 +249,11 @@ def test_a_run_killed_at_any_file_ends_in_the_same_bytes(run: Run, recipe: Path,
     assert not any(line.startswith("ended") and line != "ended 0" for line in ended), done.stderr
     assert files_of(output / "checkpoint") == whole
     assert read_report(output).gate is not None
+
+
+def test_nothing_evaluated_and_no_device_named(run: Run, recipe: Path, tmp_path: Path) -> None:
+    """Classifiers are run like this: their report still says where it was made."""
+    settings = yaml.safe_load(recipe.read_text()) | {"evaluate": None, "device": "auto"}
+    code, _, err = run("run", write(recipe, settings), "-o", tmp_path / "out")
+    assert code == 0, err
+    assert read_report(tmp_path / "out").tool.environment.device_name

@@ -288,7 +288,7 @@ class _Run:
                 command,
                 self.asked.model_dump(mode="json", exclude={"locked"}),
                 seed=recipe.seed,
-                device=recipe.device if evaluated is None else evaluated["device"],
+                device=self._common["device"],
                 started=self.started,
             ),
             source=Model.of(model_facts(open_recipe_model(recipe))),
