@@ -156,7 +156,7 @@ def test_encoder_decoders_are_not_scanned(name: str, tmp_path: Path) -> None:
 @pytest.fixture
 def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing the student takes two processes, and has tests of its own."""
-    fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1)
+    fake = Latency(1, 1, 1.0, 1.0, 1000.0, 1, "cpu", "float32", 1, 0.1)
     monkeypatch.setattr(distill_run, "measure_latency", lambda *a, **k: fake)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import shutil
 import sys
 from collections.abc import Callable
@@ -70,8 +71,13 @@ def test_a_planted_leak_is_found_and_measured() -> None:
 
 
 def test_memory_outside_tensors_is_seen_too() -> None:
-    kept: list[bytes] = []
-    found = {g.counter: g for g in watch(lambda: kept.append(bytes(b"x" * 500_000)), 24)}
+    kept: list[mmap.mmap] = []
+
+    def leak() -> None:
+        kept.append(mmap.mmap(-1, 500_000))  # new pages always: malloc may have freed ones to give
+        kept[-1].write(b"x" * 500_000)
+
+    found = {g.counter: g for g in watch(leak, 24)}
     assert found["resident bytes"].leak
     assert found["resident bytes"].slope == pytest.approx(500_000, rel=0.2)
     assert not found["live tensors"].leak
