@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from compressor.calibration.stream import advance, enter_block, open_stream, outputs
 from compressor.distillation import run as distill_run
 from compressor.distillation.latency import Latency
+from compressor.errors import InputRefused
 from compressor.evaluation.load import load_for_evaluation
 from compressor.graph import build_skeleton, discover, load
 from compressor.graph.experts import all_tokens_seen
 from compressor.sources import tensors
-from compressor.sources.model import open_model
+from compressor.sources.model import load_tokenizer, open_model
 
 SUPPORTED = [name for name in FAMILIES if name != "gpt_oss"]
 SCANNED = [n for n in SUPPORTED if FAMILIES[n].kind == "causal" or n == "bert_mlm"]
@@ -487,3 +488,15 @@ def test_diagnose_follows_every_form_of_layer(name: str, tmp_path: Path) -> None
     assert {layer["module"] for layer in quantized} == {
         layer for place in found["places"] if place["format"] == "w4g32" for layer in place["layers"]
     }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "deberta_v2", "t5"])
+def test_a_directory_without_tokenizer_files_has_no_tokenizer(name: str, tmp_path: Path) -> None:
+    """transformers makes an empty one that turns every text into unknown tokens."""
+    model = save_family(tmp_path / "m", name)
+    source = open_model(str(model))
+    load_tokenizer(source)
+    for file in [*model.glob("tokenizer*"), *model.glob("special_tokens*")]:
+        file.unlink()
+    with pytest.raises(InputRefused, match="tokenizer"):
+        load_tokenizer(source)

@@ -155,7 +155,16 @@ def load_tokenizer(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            source.path, trust_remote_code=source.trust_remote_code
+        )
     except Exception as error:  # transformers raises many kinds here, all meaning the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputRefused(f"{source.path}: its tokenizer cannot be loaded ({reason})") from None
+    # Where the files are missing, transformers 5 makes one of the model's kind that knows no text: special tokens
+    # and, for some kinds, a piece or two.
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)) + 2:
+        raise InputRefused(
+            f"{source.path}: has no tokenizer files: copy tokenizer.json and tokenizer_config.json to it"
+        )
+    return tokenizer
