@@ -146,7 +146,7 @@ class _Run:
         self.started = started
         self._inputs = found
         self._model = found["model"]
-        self.device = device
+        self._device = device
         self._common = {"versions": versions(), "device": device, "seed": recipe.seed}
 
     def all(self, command: str) -> Report:
@@ -289,7 +289,7 @@ class _Run:
                 command,
                 self.asked.model_dump(mode="json", exclude={"locked"}),
                 seed=recipe.seed,
-                device=self.device,
+                device=self._device,
                 started=self.started,
             ),
             source=Model.of(model_facts(open_recipe_model(recipe))),
