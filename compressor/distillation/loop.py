@@ -338,6 +338,8 @@ def _checkpoint(
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         save_student(accelerator.unwrap_model(model), temporary, state)
+        (temporary / "state").mkdir()  # sharded states are written into it before accelerate makes it
+    accelerator.wait_for_everyone()
     accelerator.save_state(str(temporary / "state"))
     if accelerator.is_main_process:
         (temporary / "state" / "progress.json").write_text(json.dumps(asdict(progress)), "utf-8")

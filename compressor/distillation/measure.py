@@ -75,7 +75,7 @@ def primary(task: TaskName) -> str:
     return next(iter(METRICS[task]))
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: FSDP gathers parameters here that training goes on with
 def score(
     model: RowModel,
     examples: Examples,
