@@ -1,6 +1,7 @@
 """Tiny models that run through the real code: random Llamas with a real (tiny) tokenizer."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from compressor.cli.main import main
 
 _TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -36,6 +39,7 @@ def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 
 MakeLlama = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -74,3 +78,18 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
 @pytest.fixture(scope="session")
 def tiny_llama_dir(make_llama: MakeLlama) -> Path:
     return make_llama()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["compressor", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out, printed.err
+
+    return call

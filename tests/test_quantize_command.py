@@ -12,28 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MakeLlama, make_tokenizer
+from conftest import MakeLlama, Run, make_tokenizer
 from safetensors.torch import load_file, save_file
-
-from compressor.cli.main import main
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["compressor", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        return int(stop.value.code or 0), printed.out, printed.err
-
-    return call
-
 
 FAST = ("--method", "rtn", "--scheme", "w4g32")
 

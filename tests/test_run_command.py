@@ -5,33 +5,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from conftest import Run
 
-from compressor.cli.main import app, main
+from compressor.cli.main import app
 from compressor.reports.write import read_report
 
-Run = Callable[..., tuple[int, str, str]]
 CARD = "---\nlicense: mit\nlanguage: en\npipeline_tag: text-generation\n---\n# The original\n"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["compressor", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        return int(stop.value.code or 0), printed.out, printed.err
-
-    return call
 
 
 @pytest.fixture

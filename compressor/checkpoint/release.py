@@ -9,7 +9,6 @@ https://in-toto.io/Statement/v1, https://slsa.dev/spec/v1.0/provenance
 """
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from compressor.checkpoint.artifact import Artifact, read_json_config
 from compressor.checkpoint.card import CARD, model_card, portable, source_name
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.sidecar import Sidecar, read_sidecar
+from compressor.evaluation.facts import installed
 from compressor.reports.schema import Report
 from compressor.reports.write import write_atomically
 from compressor.sources.tensors import file_sha256
@@ -114,7 +114,7 @@ def _statement(sidecar: Sidecar, digests: dict[str, str]) -> dict[str, Any]:
                 },
                 "resolvedDependencies": dependencies,
             },
-            "runDetails": {"builder": {"id": tool, "version": _versions()}},
+            "runDetails": {"builder": {"id": tool, "version": installed(_PACKAGES)}},
         },
     }
 
@@ -129,16 +129,6 @@ def _portable_settings(settings: dict[str, Any]) -> dict[str, Any]:
             found[key] = portable(value)
         else:
             found[key] = value
-    return found
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

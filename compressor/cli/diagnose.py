@@ -113,10 +113,9 @@ def diagnose(
 
     Example: [bold]compressor diagnose ./my-model ./my-model-w4 --data notes.txt -o diagnosis[/bold]
     """
-    from compressor.engines import ENGINES
+    from compressor.engines import check_name
 
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: use {', '.join(ENGINES)}")
+    check_name(engine)
     from compressor.diagnosis.job import DiagnoseSettings, open_job
     from compressor.diagnosis.run import diagnose as run
     from compressor.diagnosis.schema import diagnosis_json
@@ -183,12 +182,11 @@ def _write(found: "Diagnosed", directory: Path) -> None:
     from compressor.diagnosis.schema import diagnosis_json
     from compressor.diagnosis.show import edited_plan_yaml, plot
     from compressor.planning.write import write_plan
+    from compressor.reports.write import write_atomically
 
     directory.mkdir(parents=True, exist_ok=True)
-    write_plan(directory / "diagnosis.json", diagnosis_json(found.diagnosis), overwrite=True)
-    drawn = directory / ".diagnosis.svg.partial"
-    plot(found.diagnosis, drawn)
-    drawn.replace(directory / "diagnosis.svg")
+    write_atomically(directory / "diagnosis.json", diagnosis_json(found.diagnosis))
+    plot(found.diagnosis, directory / "diagnosis.svg")
     if found.plan is None:
         (directory / "plan.yaml").unlink(missing_ok=True)  # an older one would be mistaken for this one's
     else:

@@ -64,7 +64,11 @@ def gate(
     ] = None,
     min_speedup: Annotated[
         float | None,
-        typer.Option(help="Throughput over the teacher's.", rich_help_panel=_THRESHOLDS, show_default=False),
+        typer.Option(
+            help="Throughput over the original's or the teacher's.",
+            rich_help_panel=_THRESHOLDS,
+            show_default=False,
+        ),
     ] = None,
     beat_control: Annotated[
         bool,

@@ -156,6 +156,7 @@ def plan(
 
     Example: [bold]compressor plan sensitivity.json --budget 4.5bits --pin '*.down_proj=w8' --measure 4[/bold]
     """
+    from compressor.engines import check_name
     from compressor.planning.make import PlanSettings, make_plan
     from compressor.planning.measure import MeasureSettings, scatter
     from compressor.planning.write import check_target, plan_yaml, write_plan
@@ -169,7 +170,7 @@ def plan(
         raise UsageError(f"--plot {plot}: there is nothing to plot without --measure")
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise UsageError(f"--plot {plot}: name a .svg or .png file")
-    _check_engine(engine)
+    check_name(engine)
     scan = read_sensitivity(sensitivity)
     settings = PlanSettings(
         budget=budget,
@@ -201,16 +202,10 @@ def _device(name: str) -> "torch.device":
     return choose_device(name)
 
 
-def _check_engine(engine: str | None) -> None:
-    from compressor.engines import ENGINES
-
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: use {', '.join(ENGINES)}")
-
-
 def _write_pareto(scan: "Sensitivity", made: "Made", file: Path, seed: int) -> None:
     from compressor.planning.build import frontier
     from compressor.planning.make import CURVE_POINTS
+    from compressor.reports.write import write_atomically
 
     points = [
         {
@@ -223,11 +218,7 @@ def _write_pareto(scan: "Sensitivity", made: "Made", file: Path, seed: int) -> N
         }
         for p in frontier(scan, made.problem, CURVE_POINTS, seed=seed)
     ]
-    unfinished = file.with_name(f".{file.name}.partial")
-    unfinished.write_text(
-        json.dumps({"artifact": "pareto", "version": 1, "plans": points}, indent=1) + "\n", "utf-8"
-    )
-    unfinished.replace(file)
+    write_atomically(file, json.dumps({"artifact": "pareto", "version": 1, "plans": points}, indent=1) + "\n")
 
 
 def _show(scan: "Sensitivity", made: "Made", output: Path, as_json: bool, dry_run: bool) -> None:

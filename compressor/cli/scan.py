@@ -131,6 +131,7 @@ def scan_sensitivity(
 
     Example: [bold]compressor scan-sensitivity ./my-model -f w4g64,w4g32,w8 --engine vllm-cuda --data notes.txt[/bold]
     """
+    from compressor.engines import check_name
     from compressor.pipelines.job import choose_device
     from compressor.planning.write import check_target
     from compressor.rounding.unit import Method
@@ -149,7 +150,7 @@ def scan_sensitivity(
         check_target(output, overwrite)
         if heat is not None:
             check_target(heat, overwrite)
-    _check_engine(engine)
+    check_name(engine)
     settings = ScanSettings(
         model=model,
         formats=tuple(name for name in formats.split(",") if name.strip()),
@@ -188,13 +189,6 @@ def scan_sensitivity(
     )
 
 
-def _check_engine(engine: str | None) -> None:
-    from compressor.engines import ENGINES
-
-    if engine is not None and engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: use {', '.join(ENGINES)}")
-
-
 def _write(result: "Sensitivity", output: Path, heat: Path | None) -> None:
     from compressor.sensitivity.schema import write_sensitivity
     from compressor.sensitivity.show import heat_map
@@ -202,9 +196,7 @@ def _write(result: "Sensitivity", output: Path, heat: Path | None) -> None:
     write_sensitivity(output, result)
     if heat is not None:
         heat.parent.mkdir(parents=True, exist_ok=True)
-        drawn = heat.with_name(f".new-{heat.name}")
-        heat_map(result, drawn)
-        drawn.replace(heat)
+        heat_map(result, heat)
 
 
 def _show_estimate(job: "ScanJob", cost: "ScanEstimate", as_json: bool) -> None:

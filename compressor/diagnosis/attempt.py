@@ -19,12 +19,11 @@ from compressor.diagnosis.job import DiagnoseJob, load_compressed
 from compressor.diagnosis.predict import Fix, fit_part
 from compressor.evaluation.bootstrap import Estimate, estimate, resample_sums
 from compressor.evaluation.metrics import RESAMPLES
-from compressor.formats import Format, QuantizedWeight
+from compressor.formats import Format
 from compressor.graph import load, set_weight, unload
 from compressor.rounding.learned import LearnedWeight
 from compressor.rounding.reconstruct import ReconstructSettings, reconstruct_block
-from compressor.rounding.unit import round_unit
-from compressor.sensitivity.candidates import input_moments
+from compressor.sensitivity.candidates import input_moments, rounded_layers
 from compressor.sensitivity.journal import Journal
 from compressor.sensitivity.measured import sequence_kl
 from compressor.sensitivity.probes import layers_by_name, scored_positions
@@ -166,18 +165,7 @@ def _carry_out(job: DiagnoseJob, compared: Compared, fix: Fix, patch: Patch) -> 
     fit = fit_part(compared.streams[1])
     moments = input_moments(fit, block, index, inputs, (unit,), modules)
     stored = scale_dtype(job.original.dtype)
-    found: dict[str, QuantizedWeight] = {}
-    for part in unit.by_input:
-        rounded = round_unit(
-            [originals[layer.name] for layer in part.layers],
-            fix.format,
-            moments.get(part.name),
-            method="gptq",
-            scales="mse",
-            damping=0.01,
-            scale_dtype=stored,
-        )
-        found |= {layer.name: result.weight for layer, result in zip(part.layers, rounded, strict=True)}
+    found = rounded_layers(unit, originals, fix.format, moments, method="gptq", scale_dtype=stored)
     if fix.kind == "adaround":
         for name, weight in found.items():
             value = weight.dequantize(job.original.dtype).to(scan.device, scan.dtype)

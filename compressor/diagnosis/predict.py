@@ -16,8 +16,9 @@ from compressor.console import steps
 from compressor.diagnosis.compare import Compared
 from compressor.diagnosis.job import DiagnoseJob, weight_of
 from compressor.engines import check as check_engine
-from compressor.formats import DENSE, GROUP_SIZES, Format, fitting, parse_format, stored_bytes
+from compressor.formats import DENSE, GROUP_SIZES, Format, fitting, parse_format
 from compressor.graph import Unit, load, unload
+from compressor.graph.assign import layer_bytes
 from compressor.rounding.unit import Method
 from compressor.sensitivity.candidates import candidates_of, input_moments
 from compressor.sensitivity.damage import from_products
@@ -156,8 +157,7 @@ def predict(job: DiagnoseJob, compared: Compared, journal: Journal) -> Predicted
 
 def stored(job: DiagnoseJob, unit: Unit, fmt: Format) -> int:
     """Bytes that the unit takes in a format."""
-    item = job.original.dtype.itemsize
-    return sum(stored_bytes(fmt, layer.out_features, layer.in_features, item) for layer in unit.layers)
+    return sum(layer_bytes(job.original, layer, fmt) for layer in unit.layers)
 
 
 def _fix(

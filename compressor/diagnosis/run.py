@@ -1,6 +1,5 @@
 """The whole diagnosis: compare, rank, try, and say what to change."""
 
-import importlib.metadata
 import math
 import statistics
 import tempfile
@@ -16,8 +15,8 @@ from compressor.diagnosis.compare import Compared, Place, compare
 from compressor.diagnosis.job import DiagnoseJob, with_ends
 from compressor.diagnosis.predict import Fix, Predicted, predict
 from compressor.errors import InputRefused
-from compressor.evaluation.bootstrap import Estimate
-from compressor.formats import stored_bytes
+from compressor.evaluation.facts import installed
+from compressor.graph.assign import layer_bytes
 from compressor.plans import Assignment, Plan
 from compressor.sensitivity.journal import Journal
 
@@ -88,7 +87,7 @@ def _collect(
     scan, part = job.scan, held_out(compared.streams[0])
     kl = None
     if compared.kl is not None:
-        kl = _interval(per_token(compared.kl, None, compared.counts, job.settings.seed))
+        kl = schema.Estimate.of(per_token(compared.kl, None, compared.counts, job.settings.seed))
     found = schema.Diagnosis(
         original=job.settings.original,
         compressed=job.settings.compressed,
@@ -115,7 +114,9 @@ def _collect(
                     "predicted_gain": fix.gain,
                     "extra_bytes": fix.extra_bytes,
                     "gain_per_mb": 1e6 * fix.worth,
-                    "measured_gain": _interval(measured[id(fix)].gain) if id(fix) in measured else None,
+                    "measured_gain": schema.Estimate.of(measured[id(fix)].gain)
+                    if id(fix) in measured
+                    else None,
                     "kept": measured[id(fix)].kept if id(fix) in measured else None,
                 }
             )
@@ -125,7 +126,7 @@ def _collect(
         warnings=warnings,
         versions={
             "compressor": __version__,
-            **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            **installed(("torch", "transformers")),
         },
     )
     return Diagnosed(found, edited_plan(job, kept) if kept else None)
@@ -136,8 +137,8 @@ def _edited(job: DiagnoseJob, tried: Tried, kept: Sequence[Fix]) -> schema.Edite
         units=[fix.unit.name for fix in kept],
         method="adaround" if any(fix.kind == "adaround" for fix in kept) else "gptq",
         extra_bytes=sum(fix.extra_bytes for fix in kept),
-        kl_before=_interval(per_token(tried.before, None, tried.counts, job.settings.seed)),
-        kl_after=_interval(per_token(tried.after, None, tried.counts, job.settings.seed)),
+        kl_before=schema.Estimate.of(per_token(tried.before, None, tried.counts, job.settings.seed)),
+        kl_after=schema.Estimate.of(per_token(tried.after, None, tried.counts, job.settings.seed)),
     )
 
 
@@ -145,14 +146,13 @@ def edited_plan(job: DiagnoseJob, fixes: Sequence[Fix]) -> Plan:
     """The checkpoint's plan, read from its tensors, with ``fixes`` carried out and named as the reason."""
     changed = {layer.name: fix for fix in fixes for layer in fix.unit.layers}
     layers: dict[str, Assignment] = {}
-    item = job.original.dtype.itemsize
     for unit in job.graph.units:
         for layer in unit.layers:
             fix = changed.get(layer.name)
             fmt = fix.format if fix else job.format_of(unit)
             layers[layer.name] = Assignment(
                 format=fmt.name,
-                bytes=stored_bytes(fmt, layer.out_features, layer.in_features, item),
+                bytes=layer_bytes(job.original, layer, fmt),
                 reason=f"diagnose: {_words(fix, job.format_of(unit).name)}" if fix else None,
             )
     for name, why in job.graph.kept.items():
@@ -203,7 +203,3 @@ def _place(place: Place, predicted: Predicted, jump: bool) -> schema.Place:
 def _db(share: float) -> float | None:
     """Signal over error in dB from an error's share of the signal's energy; None for no error."""
     return round(-10 * math.log10(share), 3) if share > 0 else None
-
-
-def _interval(found: Estimate) -> schema.Interval:
-    return schema.Interval(value=found.value, low=found.low, high=found.high)

@@ -2,21 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat
+from pydantic import FiniteFloat
 
-
-class Section(BaseModel):
-    """Base of all parts: unknown keys are errors, instances are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Interval(Section):
-    """A value with its 95 % interval (paired bootstrap over sequences); no ends from one sequence."""
-
-    value: FiniteFloat
-    low: FiniteFloat | None = None
-    high: FiniteFloat | None = None
+from compressor.reports.schema import Estimate, Section
 
 
 class Place(Section):
@@ -56,7 +44,7 @@ class Fix(Section):
     predicted_gain: FiniteFloat
     extra_bytes: int
     gain_per_mb: FiniteFloat
-    measured_gain: Interval | None = None
+    measured_gain: Estimate | None = None
     kept: bool | None = None
 
 
@@ -66,8 +54,8 @@ class Edited(Section):
     units: list[str]
     method: Literal["gptq", "adaround"]
     extra_bytes: int
-    kl_before: Interval
-    kl_after: Interval
+    kl_before: Estimate
+    kl_after: Estimate
 
 
 class Diagnosis(Section):
@@ -88,7 +76,7 @@ class Diagnosis(Section):
     seed: int
     device: str
     dtype: str
-    kl: Interval | None
+    kl: Estimate | None
     first_jump: str | None
     units: list[str]
     places: list[Place]

@@ -1,6 +1,5 @@
 """A diagnosis for people: tables on the terminal, a plot, and the edited plan as a file to read."""
 
-from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -8,9 +7,12 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from compressor.diagnosis.schema import Diagnosis, Fix, Interval, Place
+from compressor.diagnosis.schema import Diagnosis, Fix, Place
 from compressor.planning.write import layer_line, plain
 from compressor.plans import Plan
+from compressor.reports.schema import Estimate
+from compressor.sensitivity.figure import drawn
+from compressor.sensitivity.show import shared_path
 
 _FIX = {"adaround": "adaround", "finer": "finer groups", "w8": "8 bits", "bf16": "unquantized"}
 
@@ -46,7 +48,7 @@ def headline(found: Diagnosis) -> str:
 
 def layer_table(found: Diagnosis, every: bool, wide: bool, rows: int = 16) -> Table:
     """``wide`` terminals have room for formats, cosines and largest errors too."""
-    shared = _shared([p.name for p in found.places if p.kind not in ("norm", "head")])
+    shared = shared_path([p.name for p in found.places if p.kind not in ("norm", "head")])
     rank = {name: number for number, name in enumerate(found.units, 1)}
     shown = [p for p in found.places if every or p.jump or rank.get(p.name, rows + 1) <= rows]
     table = Table(
@@ -82,7 +84,7 @@ def _more(place: Place) -> list[str]:
 def fix_table(found: Diagnosis, rows: int = 12) -> Table:
     """Those that were tried, and the best others."""
     shown = [fix for number, fix in enumerate(found.fixes) if number < rows or fix.measured_gain]
-    shared = _shared(found.units)
+    shared = shared_path(found.units)
     table = Table(title=f"{len(shown)} of {len(found.fixes)} fixes, by KL gained per byte (nats per token)")
     table.add_column(f"unit\n({shared}.…)" if shared else "unit", overflow="fold")
     table.add_column("fix", no_wrap=True)
@@ -105,7 +107,7 @@ def _measured(fix: Fix) -> str:
     return f"{interval(fix.measured_gain)}{'' if fix.kept else ' (dropped)'}"
 
 
-def interval(value: Interval) -> str:
+def interval(value: Estimate) -> str:
     if value.low is None or value.high is None:
         return f"{value.value:.4g}"
     return f"{value.value:.4g} [{value.low:.3g}, {value.high:.3g}]"
@@ -117,10 +119,6 @@ def print_diagnosis(found: Diagnosis, console: Console, every: bool) -> None:
 
 def plot(found: Diagnosis, file: Path) -> None:
     """Signal over error of every layer in the order of computation, and what it is made of; ``file`` is an .svg."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     places = [p for p in found.places if p.snr_db is not None or p.weights_snr_db is not None]
     lines = {
         "whole error": [p.snr_db for p in places],
@@ -128,10 +126,7 @@ def plot(found: Diagnosis, file: Path) -> None:
         "quantized inputs alone": [p.activations_snr_db for p in places],
         "made before": [p.inherited_snr_db for p in places],
     }
-    # A fixed salt and no date: the same diagnosis draws the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "compressor", "font.size": 9}):
-        figure = Figure(figsize=(min(20.0, 3 + 0.12 * len(places)), 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawn(file, min(20.0, 3 + 0.12 * len(places)), 4.2) as figure:
         axis = figure.subplots()
         for (label, values), style in zip(lines.items(), ("-", "o", "s", ":"), strict=True):
             if any(value is not None for value in values):
@@ -148,7 +143,6 @@ def plot(found: Diagnosis, file: Path) -> None:
         axis.set_xlabel("block")
         axis.set_ylabel("signal over error (dB)")
         axis.legend()
-        figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def edited_plan_yaml(plan: Plan, found: Diagnosis, file: str) -> str:
@@ -166,9 +160,3 @@ def edited_plan_yaml(plan: Plan, found: Diagnosis, file: str) -> str:
         width=1000,
     )
     return head + facts + "layers:\n" + "".join(f"{layer_line(name, plan)}\n" for name in plan.layers)
-
-
-def _shared(names: list[str]) -> str:
-    """The leading components that all ``names`` have in common, each keeping at least its last."""
-    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))

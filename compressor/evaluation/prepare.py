@@ -9,7 +9,7 @@ from compressor.errors import InputRefused, MachineLimit, UsageError
 from compressor.evaluation.facts import available_memory, parameter_count
 from compressor.evaluation.load import Task, task_of
 from compressor.evaluation.targets import Targets, masked_token_targets, next_token_targets
-from compressor.sources.model import Source, load_tokenizer
+from compressor.sources.model import Source, load_tokenizer, longest_sequence
 from compressor.sources.text import Rows, TokenSet, read_rows, tokenize
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -72,8 +72,7 @@ def prepare(baseline: Source | None, compressed: Source, settings: Settings) -> 
         )
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, baseline or compressed, device)
-    text_config = compressed.config.get("text_config") or compressed.config
-    longest = text_config.get("max_position_embeddings")
+    longest = longest_sequence(compressed.config)
     if longest is not None and settings.sequence_length > longest:
         raise UsageError(
             f"--sequence-length {settings.sequence_length}: {compressed.ref} takes at most {longest} tokens"
@@ -92,6 +91,7 @@ def prepare(baseline: Source | None, compressed: Source, settings: Settings) -> 
         pick="first",
         seed=settings.seed,
     )
+    text_config = compressed.config.get("text_config") or compressed.config
     needed = _memory_needed(baseline, compressed, settings, dtype, text_config.get("vocab_size", 0))
     available = available_memory(device)
     weights = needed["weights"]

@@ -17,7 +17,7 @@ from compressor.evaluation.leak import Growth, growths
 from compressor.evaluation.load import Task
 from compressor.evaluation.speed_worker import Sample, Workload
 from compressor.evaluation.workers import transformers_workers, vllm_workers
-from compressor.sources.model import Source
+from compressor.sources.model import Source, longest_sequence
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def check_settings(settings: SpeedSettings, source: Source, task: Task, engine: 
         raise UsageError(
             f"--new-tokens {settings.new_tokens}: at least 2 are needed to time one after the first"
         )
-    config = source.config.get("text_config") or source.config
-    longest = config.get("max_position_embeddings")
+    longest = longest_sequence(source.config)
     wanted = settings.prompt_length + (settings.new_tokens if task == "causal-lm" else 0)
     if longest is not None and wanted > longest:
         raise UsageError(

@@ -38,6 +38,16 @@ class Job:
         return parse_format(self.plan.layers[name].format)
 
 
+def open_recipe_model(recipe: Recipe) -> Source:
+    """The model of ``recipe``, opened as it says."""
+    return open_model(
+        recipe.model,
+        revision=recipe.revision,
+        trust_remote_code=recipe.trust_remote_code,
+        allow_pickle=recipe.allow_pickle,
+    )
+
+
 def prepare(recipe: Recipe) -> Job:
     """Every check that needs no forward pass; reads no weights beyond their headers.
 
@@ -50,12 +60,7 @@ def prepare(recipe: Recipe) -> Job:
     if settings.method != "rtn":
         data = settings.calibration
         rows = read_rows(data.data, column=data.column, split=data.split)
-    source = open_model(
-        recipe.model,
-        revision=recipe.revision,
-        trust_remote_code=recipe.trust_remote_code,
-        allow_pickle=recipe.allow_pickle,
-    )
+    source = open_recipe_model(recipe)
     skeleton = build_skeleton(source)
     graph = discover(skeleton)
     if settings.plan is not None:

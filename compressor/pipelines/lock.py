@@ -6,7 +6,6 @@ and says which versions differ.
 
 import hashlib
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
@@ -15,6 +14,8 @@ from compressor import __version__
 from compressor.checkpoint.carried_files import carried_files
 from compressor.console import warn
 from compressor.errors import InputRefused
+from compressor.evaluation.facts import installed
+from compressor.pipelines.job import open_recipe_model
 from compressor.recipes import Locked, Recipe
 from compressor.reports.write import write_atomically
 from compressor.sources.model import Source, open_model
@@ -27,13 +28,7 @@ _HEAD = "# Every value of the run in this directory. `compressor run recipe.lock
 
 def versions() -> dict[str, str]:
     """What the results depend on."""
-    found = {"compressor": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"compressor": __version__, "python": platform.python_version()} | installed(_PACKAGES)
 
 
 def model_digest(source: Source) -> str:
@@ -78,16 +73,6 @@ def inputs(recipe: Recipe) -> dict[str, str]:
     files = {"quantize.plan": recipe.quantize.plan, "plan.costs": recipe.plan.costs if recipe.plan else None}
     found |= {key: file_sha256(file) for key, file in files.items() if file is not None and file.is_file()}
     return found
-
-
-def open_recipe_model(recipe: Recipe) -> Source:
-    """The model of ``recipe``, opened as it says."""
-    return open_model(
-        recipe.model,
-        revision=recipe.revision,
-        trust_remote_code=recipe.trust_remote_code,
-        allow_pickle=recipe.allow_pickle,
-    )
 
 
 def write_lock(recipe: Recipe, found: dict[str, str], device: str, directory: Path) -> None:

@@ -275,8 +275,8 @@ class _Rounder:
         )
         computed = {}
         for layer, result in zip(unit.layers, results, strict=True):
-            stored_in = torch.float32 if layer.scale_bytes(job.skeleton.dtype) == 4 else None
-            self._stored_in[layer.name] = stored_in or scale_dtype(job.skeleton.dtype)
+            wide = layer.scale_bytes(job.skeleton.dtype) == 4
+            self._stored_in[layer.name] = torch.float32 if wide else scale_dtype(job.skeleton.dtype)
             self.tensors |= encode(layer.name, result.weight, self._stored_in[layer.name])
             self.weights[layer.name] = result.weight
             computed[layer.name] = result.weight.dequantize(job.skeleton.dtype).to(job.compute_dtype)

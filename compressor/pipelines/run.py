@@ -29,13 +29,12 @@ from compressor.evaluation.prepare import Settings
 from compressor.evaluation.prepare import prepare as prepare_evaluation
 from compressor.evaluation.run import evaluate_checkpoint
 from compressor.pipelines.distill import run_distill
-from compressor.pipelines.job import Job, choose_device, prepare
+from compressor.pipelines.job import Job, choose_device, open_recipe_model, prepare
 from compressor.pipelines.lock import (
     check_locked,
     data_digest,
     inputs,
     model_digest,
-    open_recipe_model,
     versions,
     write_lock,
 )
@@ -61,7 +60,7 @@ from compressor.reports.schema import (
 )
 from compressor.reports.write import REPORT_JSON, read_report, write_report
 from compressor.sensitivity.schema import read_sensitivity
-from compressor.sources.model import open_model
+from compressor.sources.model import longest_sequence, open_model
 from compressor.sources.tensors import file_sha256
 from compressor.sources.text import read_rows
 
@@ -114,8 +113,7 @@ def _steps_of(recipe: Recipe) -> list[str]:
 
 def _check_evaluation_length(recipe: Recipe) -> None:
     """Raise UsageError, before any work, when the model takes no sequences as long as the evaluation's."""
-    config = open_recipe_model(recipe).config
-    longest = (config.get("text_config") or config).get("max_position_embeddings")
+    longest = longest_sequence(open_recipe_model(recipe).config)
     if recipe.evaluate is not None and longest is not None and recipe.evaluate.sequence_length > longest:
         raise UsageError(
             f"evaluate.sequence_length: {recipe.evaluate.sequence_length} is more than the model's "

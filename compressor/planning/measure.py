@@ -13,6 +13,7 @@ from compressor.errors import InputRefused
 from compressor.formats import parse_format
 from compressor.planning.build import Allocation
 from compressor.planning.calibrate import Calibration, Point
+from compressor.sensitivity.figure import drawn
 from compressor.sensitivity.interactions import cross_matrix
 from compressor.sensitivity.measured import last_hidden, measure_plan, measure_selected, stream_of
 from compressor.sensitivity.probes import scored_positions
@@ -130,13 +131,7 @@ def measure_broken(
 
 def scatter(calibration: Calibration, file: Path) -> None:
     """Predicted against measured KL of the measured plans, on logarithmic axes."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "compressor", "font.size": 9}):
-        figure = Figure(figsize=(4.2, 4), layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawn(file, 4.2, 4) as figure:
         axis = figure.subplots()
         x = [calibration(point.predicted) for point in calibration.points]
         y = [point.measured for point in calibration.points]
@@ -150,4 +145,3 @@ def scatter(calibration: Calibration, file: Path) -> None:
         axis.set_yscale("log")
         axis.set_xlabel("calibrated prediction (nats per token)")
         axis.set_ylabel("measured KL (nats per token)")
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None, dpi=130)

@@ -6,6 +6,7 @@ import yaml
 
 from compressor.errors import UsageError
 from compressor.plans import Plan
+from compressor.reports.write import write_atomically
 from compressor.sensitivity.schema import Sensitivity
 
 _HEAD = """\
@@ -45,9 +46,7 @@ def write_plan(file: Path, text: str, *, overwrite: bool) -> None:
     """Write atomically. Raises UsageError when the file is taken and may not be replaced."""
     check_target(file, overwrite)
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.partial")
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(file)
+    write_atomically(file, text)
 
 
 def check_target(file: Path, overwrite: bool) -> None:

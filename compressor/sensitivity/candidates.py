@@ -9,7 +9,7 @@ from compressor.calibration.gram import Gram
 from compressor.calibration.stream import Stream, call_block
 from compressor.engines import check as check_engine
 from compressor.errors import UsageError
-from compressor.formats import DENSE, Format, fitting
+from compressor.formats import DENSE, Format, QuantizedWeight, fitting
 from compressor.graph import ModelGraph, Unit
 from compressor.graph.experts import all_tokens_seen
 from compressor.rounding.unit import Method, round_unit
@@ -66,26 +66,41 @@ def candidates_of(
     ``hessians`` are :func:`input_moments`; without them layers are rounded to nearest.
     The errors are left in main memory, so that a device never holds more than one format of a layer.
     """
+    weights = {layer.name: modules[layer.name].weight for layer in unit.layers}
     made = []
     for fmt in formats:
-        errors: dict[str, Tensor] = {}
-        for part in unit.by_input:
-            weights = [modules[layer.name].weight for layer in part.layers]
-            rounded = round_unit(
-                weights,
-                fmt,
-                hessians.get(part.name),
-                method=method,
-                scales="mse",
-                damping=0.01,
-                scale_dtype=scale_dtype,
-            )
-            errors |= {
-                layer.name: (result.weight.dequantize(torch.float32) - weight.float()).to(weight.dtype).cpu()
-                for layer, weight, result in zip(part.layers, weights, rounded, strict=True)
-            }
+        rounded = rounded_layers(unit, weights, fmt, hessians, method=method, scale_dtype=scale_dtype)
+        errors = {
+            name: (weight.dequantize(torch.float32) - weights[name].float()).to(weights[name].dtype).cpu()
+            for name, weight in rounded.items()
+        }
         made.append(Candidate(unit, fmt, errors))
     return made
+
+
+def rounded_layers(
+    unit: Unit,
+    weights: Mapping[str, Tensor],
+    fmt: Format,
+    hessians: Mapping[str, Tensor],
+    *,
+    method: Method,
+    scale_dtype: torch.dtype,
+) -> dict[str, QuantizedWeight]:
+    """The layers of ``unit`` in ``fmt``, each part with its own of ``hessians`` (see :func:`input_moments`)."""
+    found: dict[str, QuantizedWeight] = {}
+    for part in unit.by_input:
+        rounded = round_unit(
+            [weights[layer.name] for layer in part.layers],
+            fmt,
+            hessians.get(part.name),
+            method=method,
+            scales="mse",
+            damping=0.01,
+            scale_dtype=scale_dtype,
+        )
+        found |= {layer.name: result.weight for layer, result in zip(part.layers, rounded, strict=True)}
+    return found
 
 
 def input_moments(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from compressor.errors import MachineLimit
+from compressor.sensitivity.figure import drawn
 from compressor.sensitivity.schema import Sensitivity, UnitScores
 
 
@@ -14,7 +14,7 @@ def fragile_table(scan: Sensitivity, rows: int = 12) -> Table:
     names = [name for name in scan.formats if name != "bf16"]
     what = "relative output error" if scan.score == "output-mse" else "KL in nats per token"
     # Every name begins alike, and a terminal has no room for it.
-    shared = _shared_path([unit.name for unit in scan.units])
+    shared = shared_path([unit.name for unit in scan.units])
     table = Table(title=f"most fragile of {len(scan.units)} units: {what}")
     table.add_column(f"unit ({shared}.…)" if shared else "unit", overflow="fold")
     for name in names:
@@ -24,7 +24,7 @@ def fragile_table(scan: Sensitivity, rows: int = 12) -> Table:
     return table
 
 
-def _shared_path(names: list[str]) -> str:
+def shared_path(names: list[str]) -> str:
     """The leading components that all ``names`` have in common, each keeping at least its last."""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
@@ -48,14 +48,7 @@ def heat_map(scan: Sensitivity, file: Path) -> None:
 
     Raises MachineLimit when matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MachineLimit(f"{file}: drawing needs matplotlib: pip install matplotlib") from None
     import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
 
     names = [name for name in scan.formats if name != "bf16"]
     kinds = list(dict.fromkeys(unit.kind for unit in scan.units))
@@ -68,12 +61,11 @@ def heat_map(scan: Sensitivity, file: Path) -> None:
                 grids[name][unit.block, kinds.index(unit.kind)] = np.nansum([cell, unit.formats[name].damage])
     values = np.concatenate([grid.ravel() for grid in grids.values()])
     positive = values[np.isfinite(values) & (values > 0)]
-    norm = LogNorm(positive.min(), positive.max()) if len(positive) else None
 
-    # A fixed salt and no date: the same scan draws the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "compressor", "font.size": 9}):
-        figure = Figure(figsize=(1.6 + 1.5 * len(names), 1.6 + 0.19 * blocks), layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawn(file, 1.6 + 1.5 * len(names), 1.6 + 0.19 * blocks) as figure:
+        from matplotlib.colors import LogNorm
+
+        norm = LogNorm(positive.min(), positive.max()) if len(positive) else None
         axes = figure.subplots(1, len(names), squeeze=False)[0]
         image = None
         for axis, name in zip(axes, names, strict=True):
@@ -86,5 +78,3 @@ def heat_map(scan: Sensitivity, file: Path) -> None:
         if image is not None:
             figure.colorbar(image, ax=list(axes), label=label)
         figure.suptitle("sensitivity by block, unit kind and format")
-        metadata = {"Date": None} if file.suffix == ".svg" else None
-        figure.savefig(file, metadata=metadata, dpi=130)

@@ -168,3 +168,9 @@ def load_tokenizer(source: Source) -> Any:
             f"{source.path}: has no tokenizer files: copy tokenizer.json and tokenizer_config.json to it"
         )
     return tokenizer
+
+
+def longest_sequence(config: dict[str, Any]) -> int | None:
+    """Tokens that a model has positions for, by its ``config.json``; None where that does not say."""
+    longest: int | None = (config.get("text_config") or config).get("max_position_embeddings")
+    return longest
