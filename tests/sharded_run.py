@@ -4,10 +4,12 @@ Run by torch.distributed.run; arguments are those of the command.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import accelerator as library
 from accelerate.state import AcceleratorState, DistributedType
 
 from compressor.cli.main import main
@@ -28,6 +30,17 @@ def sharded(job: Any, logs: Path | None) -> Accelerator:
     return accelerator
 
 
+saved = library.save_accelerator_state
+
+
+def late(*args: Any, **options: Any) -> Any:
+    """The second process writes its part of a checkpoint when the first has long been done."""
+    if PartialState().process_index == 1:
+        time.sleep(0.5)
+    return saved(*args, **options)
+
+
+library.save_accelerator_state = late
 run._accelerator = sharded  # type: ignore[assignment]
 sys.argv[0] = "compressor"
 main()

@@ -341,6 +341,7 @@ def _checkpoint(
         (temporary / "state").mkdir()  # sharded states are written into it before accelerate makes it
     accelerator.wait_for_everyone()
     accelerator.save_state(str(temporary / "state"))
+    accelerator.wait_for_everyone()  # each process writes its random state there; only then is it renamed
     if accelerator.is_main_process:
         (temporary / "state" / "progress.json").write_text(json.dumps(asdict(progress)), "utf-8")
         older = list(folder.glob("step-*"))
