@@ -1,8 +1,9 @@
 """Tiny models that run through the real code: random Llamas with a real (tiny) tokenizer."""
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -73,6 +74,17 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
         return directory
 
     return make
+
+
+def run_killed(moments: Sequence[str], *arguments: object) -> tuple[int, float]:
+    """Run ``compressor ARGUMENTS`` as :mod:`killed_run` does, to the end: how many were killed, and the seconds of the
+    last one, which must have succeeded."""
+    script = Path(__file__).with_name("killed_run.py")
+    command = [sys.executable, str(script), ",".join([*moments, "0"]), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    *ended, seconds = done.stdout.split("\n")[:-1]
+    assert ended[-1] == "ended 0", (ended, done.stderr)
+    return ended.count("killed"), float(seconds.removesuffix(" s"))
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from conftest import run_killed
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from tiny_checkpoint import write_checkpoint
@@ -295,6 +296,25 @@ def test_outputs_are_not_replaced_unasked(model: Path, healthy: Path, tmp_path: 
     (tmp_path / "plan.yaml").write_text("mine")
     assert run(model, healthy, "-o", tmp_path, *SMALL)[0] == UsageError.exit_code
     assert (tmp_path / "plan.yaml").read_text() == "mine"
+
+
+def test_a_killed_diagnosis_goes_on_and_ends_in_the_same_bytes(
+    model: Path, ruined: Path, tmp_path: Path
+) -> None:
+    """Killed just before and just after each file that is put in place, those of the result included."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the quick fox number {i} jumps over dog {i * 7 % 13}" for i in range(300)))
+    command = ["diagnose", model, ruined, "--data", text, "--try", "2", *SMALL]
+    (tmp_path / "a").mkdir()
+    assert run_killed([], *command, "-o", tmp_path / "a" / "d")[0] == 0
+    moments = [*range(1, 8), *[1, 2] * 5]
+    assert run_killed([str(n) for n in moments], *command, "-o", tmp_path / "d")[0] >= 10
+    whole, resumed = tmp_path / "a" / "d", tmp_path / "d"
+    assert {f.name: f.read_bytes() for f in resumed.iterdir()} == {
+        f.name: f.read_bytes() for f in whole.iterdir()
+    }
+    assert (whole / "plan.yaml").exists()
+    assert not (tmp_path / ".d.partial").exists()
 
 
 def test_tables_name_the_culprit(model: Path, ruined: Path) -> None:

@@ -2,15 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from compressor.console import note, out
-from compressor.errors import UsageError
-
-if TYPE_CHECKING:  # torch loads when the command runs, not for its help
-    from compressor.diagnosis.run import Diagnosed
 
 _DATA, _FIXES, _RUN = "Data", "Fixes", "Run"
 
@@ -117,13 +113,14 @@ def diagnose(
 
     check_name(engine)
     from compressor.diagnosis.job import DiagnoseSettings, open_job
+    from compressor.diagnosis.run import check_directory
     from compressor.diagnosis.run import diagnose as run
     from compressor.diagnosis.schema import diagnosis_json
     from compressor.diagnosis.show import print_diagnosis
     from compressor.pipelines.job import choose_device
 
     if output is not None:
-        _check_directory(output, overwrite)
+        check_directory(output, overwrite)
     settings = DiagnoseSettings(
         original=original,
         compressed=compressed,
@@ -154,9 +151,7 @@ def diagnose(
             highlight=False,
         )
         return
-    found = run(job)
-    if output is not None:
-        _write(found, output)
+    found = run(job, output)
     if as_json:
         out.file.write(diagnosis_json(found.diagnosis))
     else:
@@ -168,30 +163,3 @@ def diagnose(
                 f"next: compressor quantize {original} --plan {output / 'plan.yaml'} "
                 f"--method {found.diagnosis.edited.method} -o NEW"
             )
-
-
-def _check_directory(directory: Path, overwrite: bool) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory}: is a file: give a directory for the diagnosis")
-    for name in ("diagnosis.json", "diagnosis.svg", "plan.yaml"):
-        if (directory / name).exists() and not overwrite:
-            raise UsageError(f"{directory / name}: already exists: choose another output or pass --overwrite")
-
-
-def _write(found: "Diagnosed", directory: Path) -> None:
-    from compressor.diagnosis.schema import diagnosis_json
-    from compressor.diagnosis.show import edited_plan_yaml, plot
-    from compressor.planning.write import write_plan
-    from compressor.reports.write import write_atomically
-
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / "diagnosis.json", diagnosis_json(found.diagnosis))
-    plot(found.diagnosis, directory / "diagnosis.svg")
-    if found.plan is None:
-        (directory / "plan.yaml").unlink(missing_ok=True)  # an older one would be mistaken for this one's
-    else:
-        write_plan(
-            directory / "plan.yaml",
-            edited_plan_yaml(found.plan, found.diagnosis, "plan.yaml"),
-            overwrite=True,
-        )

@@ -6,9 +6,11 @@ gains is measured on the other half.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.calibration.stream import Stream, advance, loaded_ends, tail
@@ -69,8 +71,8 @@ def held_out(stream: Stream) -> slice:
 def attempt(job: DiagnoseJob, compared: Compared, journal: Journal, fixes: Sequence[Fix]) -> Tried:
     """Carry out one fix after another, each on top of those that gained more than their uncertainty.
 
-    On top, not alone: two units that each make up for the same error would do it twice. The hidden states of
-    ``compared`` follow what is kept.
+    On top, not alone: two units that each make up for the same error would do it twice. The hidden states of a fix go to
+    another file than those it starts from, and the two change places when it is kept, so what is journalled stays whole.
     """
     assert compared.kl is not None
     part = held_out(compared.streams[0])
@@ -78,17 +80,30 @@ def attempt(job: DiagnoseJob, compared: Compared, journal: Journal, fixes: Seque
     trial = journal.tensor("trial", tuple(compared.compressed.shape), job.scan.dtype)
     now, patch, attempts = before, Patch(), []
     with steps("trying fixes", len(fixes)) as progress:
-        for fix in fixes:
-            new = patch | _carry_out(job, compared, fix, patch)
-            kl = _run(job, compared, fix.unit.block, new, trial)[part]
+        for number, fix in enumerate(fixes):
+            weights = journal.directory / f"fix-{number}.safetensors"
+            known = journal.finished.get(f"fix {number}")
+            if known is None:
+                made = _carry_out(job, compared, fix, patch)
+                kl = _run(job, compared, fix.unit.block, patch | made, trial)[part]
+                trial[: fix.unit.block + 1] = compared.compressed[: fix.unit.block + 1]
+                save_file({name: w.cpu().contiguous() for name, w in made.weights.items()}, weights)
+                journal.finish(f"fix {number}", {"kl": kl})
+            else:
+                kl, made = known["kl"], _read_patch(job, fix, weights)
             gain = per_token(now, kl, counts, job.settings.seed)
             kept = gain.value > 0 and (gain.low is None or gain.low > 0)
             attempts.append(Attempt(fix, gain, kept))
             if kept:
-                now, patch = kl, new
-                compared.compressed[fix.unit.block + 1 :] = trial[fix.unit.block + 1 :]
+                now, patch = kl, patch | made
+                compared, trial = replace(compared, compressed=trial), compared.compressed
             progress.advance(f"{fix.unit.name} {fix.kind}")
     return Tried(attempts, before, now, counts)
+
+
+def _read_patch(job: DiagnoseJob, fix: Fix, file: Path) -> Patch:
+    weights = {name: w.to(job.scan.device) for name, w in load_file(file).items()}
+    return Patch(weights, dict.fromkeys(weights, fix.format))
 
 
 def per_token(

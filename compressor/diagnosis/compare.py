@@ -9,12 +9,12 @@ engine does to inputs before the product (nothing, for formats that quantize wei
     inherited          f(x̂) − f(x)         what the original layer makes of the errors made before it
 
 They need not add up: the first two are made here, the third was made before. Blocks are held one at a time; their
-inputs stay in files.
+inputs stay in files, and what was found in each is journalled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compressor.calibration.stream import Stream, loaded_ends, open_stream, run, tail
 from compressor.console import steps
 from compressor.diagnosis.job import DiagnoseJob, load_compressed
-from compressor.formats import DENSE, Format, fake_quantize_activations
+from compressor.formats import DENSE, Format, fake_quantize_activations, parse_format
 from compressor.graph import load, unload
 from compressor.sensitivity.journal import Journal
 from compressor.sensitivity.measured import sequence_kl
@@ -83,11 +83,19 @@ def compare(job: DiagnoseJob, journal: Journal) -> Compared:
     shape = (len(job.graph.blocks) + 1, *ours.hidden.shape)
     original = journal.tensor("original", shape, job.scan.dtype)
     compressed = journal.tensor("compressed", shape, job.scan.dtype)
+    original[0], compressed[0] = ours.hidden, theirs.hidden
     places: list[Place] = []
     blocks: list[float] = []
     with steps("comparing", len(job.graph.blocks)) as progress:
         for index, path in enumerate(job.graph.blocks):
-            original[index], compressed[index] = ours.hidden, theirs.hidden
+            known = journal.finished.get(f"compare {index}")
+            # What blocks pass on to later ones is in the streams alone: those models go forward again.
+            if known is not None and not ours.passed_on:
+                places += [_place_of(record) for record in known["places"]]
+                blocks.append(known["share"])
+                progress.advance(path)
+                continue
+            ours.hidden, theirs.hidden = original[index].clone(), compressed[index].clone()
             before = load(job.original, path, dtype=job.scan.dtype, device=job.scan.device)
             after = load_compressed(job, index)
             found = _places_in(job, index, before)
@@ -100,13 +108,28 @@ def compare(job: DiagnoseJob, journal: Journal) -> Compared:
                     partial(run, theirs, after, index, number),
                 )
                 ours.hidden[batch], theirs.hidden[batch] = (out.to(ours.hidden.device) for out in outputs)
-            places += sorted((p for p in found if p.order >= 0), key=lambda p: p.order)
-            blocks.append(_share(ours.hidden, theirs.hidden, ours.valid))
+            found = sorted((p for p in found if p.order >= 0), key=lambda p: p.order)
+            share = _share(ours.hidden, theirs.hidden, ours.valid)
             unload(before)
             unload(after)
+            original[index + 1], compressed[index + 1] = ours.hidden, theirs.hidden
+            journal.finish(f"compare {index}", {"places": [_record_of(p) for p in found], "share": share})
+            places += found
+            blocks.append(share)
             progress.advance(path)
-    original[-1], compressed[-1] = ours.hidden, theirs.hidden
+    ours.hidden, theirs.hidden = original[-1].clone(), compressed[-1].clone()
+    if "compare ends" not in journal.finished:  # fixes that are kept overwrite the last hidden states
+        found, kl = _compare_ends(job, streams)
+        journal.finish("compare ends", {"places": [_record_of(p) for p in found], "kl": kl})
+    ends = journal.finished["compare ends"]
+    places += [_place_of(record) for record in ends["places"]]
+    counts = scored_positions(job.original, ours).sum(1).tolist()
+    return Compared(places, blocks, ends["kl"], counts, original, compressed, streams)
 
+
+def _compare_ends(job: DiagnoseJob, streams: tuple[Stream, Stream]) -> tuple[list[Place], list[float] | None]:
+    """What is found after the last block, and the KL of each sequence, if there is a head."""
+    ours, theirs = streams
     scored = scored_positions(job.original, ours)
     kl: list[float] = []
     ends = _places_outside(job)
@@ -125,16 +148,15 @@ def compare(job: DiagnoseJob, journal: Journal) -> Compared:
             )
             if job.graph.head:
                 kl += sequence_kl(before_logits, after_logits, scored[batch])
-    places += sorted((p for p in ends if p.order >= 0), key=lambda p: p.order)
-    return Compared(
-        places,
-        blocks,
-        kl if job.graph.head else None,
-        scored.sum(1).tolist(),
-        original,
-        compressed,
-        streams,
-    )
+    return sorted((p for p in ends if p.order >= 0), key=lambda p: p.order), kl if job.graph.head else None
+
+
+def _record_of(place: Place) -> dict[str, Any]:
+    return {**asdict(place), "format": place.format.name}
+
+
+def _place_of(record: dict[str, Any]) -> Place:
+    return Place(**{**record, "layers": tuple(record["layers"]), "format": parse_format(record["format"])})
 
 
 def open_streams(job: DiagnoseJob) -> tuple[Stream, Stream]:

@@ -97,12 +97,14 @@ def predict(job: DiagnoseJob, compared: Compared, journal: Journal) -> Predicted
     sides = [
         journal.tensor(f"gradients-{side}", (draws, *stream.hidden.shape), scan.dtype) for side in (0, 1)
     ]
-    with loaded_ends(job.original, graph, dtype=scan.dtype, device=scan.device):
-        for number, batch in enumerate(stream.batches):
-            final = compared.original[-1][batch].to(scan.device)
-            sides[count % 2][:, batch] = head_gradients(
-                job.original, graph, stream, number, final, draws, job.settings.seed
-            )
+    if "head" not in journal.finished:
+        with loaded_ends(job.original, graph, dtype=scan.dtype, device=scan.device):
+            for number, batch in enumerate(stream.batches):
+                final = compared.original[-1][batch].to(scan.device)
+                sides[count % 2][:, batch] = head_gradients(
+                    job.original, graph, stream, number, final, draws, job.settings.seed
+                )
+        journal.finish("head")
     columns = [
         (unit.name, label.name) for unit in graph.units for label in _labels(job, unit) if label.quantized
     ]
@@ -116,6 +118,9 @@ def predict(job: DiagnoseJob, compared: Compared, journal: Journal) -> Predicted
     with steps("predicting", count) as progress:
         for index in reversed(range(count)):
             path, units = graph.blocks[index], graph.units_of(index)
+            if f"predict {index}" in journal.finished:
+                progress.advance(path)
+                continue
             block = load(job.original, path, dtype=scan.dtype, device=scan.device)
             modules = layers_by_name(block, path, units)
             moments = input_moments(fit_part(stream), block, index, compared.original[index], units, modules)
@@ -136,6 +141,7 @@ def predict(job: DiagnoseJob, compared: Compared, journal: Journal) -> Predicted
                     probes,
                 )
             unload(block)
+            journal.finish(f"predict {index}")
             progress.advance(path)
     tokens = int(scored_positions(job.original, stream).sum())
     damages = from_products(products, {unit.name: unit.kind for unit in graph.units}, tokens)

@@ -4,8 +4,11 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from compressor import __version__
 from compressor.console import warn
@@ -14,14 +17,19 @@ from compressor.diagnosis.attempt import Tried, attempt, held_out, per_token
 from compressor.diagnosis.compare import Compared, Place, compare
 from compressor.diagnosis.job import DiagnoseJob, with_ends
 from compressor.diagnosis.predict import Fix, Predicted, predict
-from compressor.errors import InputRefused
+from compressor.diagnosis.show import edited_plan_yaml, plot
+from compressor.errors import InputRefused, UsageError
 from compressor.evaluation.facts import installed
 from compressor.graph.assign import layer_bytes
+from compressor.planning.write import write_plan
 from compressor.plans import Assignment, Plan
-from compressor.sensitivity.journal import Journal
+from compressor.reports.write import write_atomically
+from compressor.sensitivity.journal import Journal, begun
+from compressor.sources.tensors import file_sha256
 
 # An error stands out when it is this far above the median of its peers: both in dB, and in robust deviations.
 _JUMP_DB, _JUMP_DEVIATIONS = 6.0, 5.0
+_WRITING = "writing"  # the step after which files in the output are this run's own
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,12 @@ class Diagnosed:
     plan: Plan | None
 
 
-def diagnose(job: DiagnoseJob, scratch: Path | None = None) -> Diagnosed:
-    """Run everything; working files (hidden states, gradients) lie in a temporary directory under ``scratch``."""
+def diagnose(job: DiagnoseJob, output: Path | None = None) -> Diagnosed:
+    """Run everything, and write it into the directory ``output`` if there is one.
+
+    Working files (hidden states, gradients, the journal) lie beside ``output``, where a killed run goes on from them, or
+    else in a temporary directory.
+    """
     warnings = list(job.scan.tokens.report.warnings)
     if not job.graph.head:
         warnings.append(
@@ -46,22 +58,67 @@ def diagnose(job: DiagnoseJob, scratch: Path | None = None) -> Diagnosed:
         warnings.append(
             f"{outside[0]}: is quantized outside the blocks, which a plan cannot say: an edited plan leaves it as in the original"
         )
-    with tempfile.TemporaryDirectory(prefix="compressor-", dir=scratch) as name:
-        job = with_ends(job, Path(name))
-        with Journal(Path(name) / "diagnosis", {}) as journal:
-            compared = compare(job, journal)
-            predicted = Predicted({}, {}, [])
-            if job.graph.head:
-                try:
-                    predicted = predict(job, compared, journal)
-                except InputRefused as reason:  # a model that no backward scan follows can still be compared
-                    warnings.append(f"{reason}: units are ranked by their own error, and no fix is tried")
-            jumps = _jumps(compared.places)
-            chosen = _best_of_each_unit(predicted.fixes, jumps)[: job.settings.tries]
-            tried = attempt(job, compared, journal, chosen) if chosen else None
+    with (
+        tempfile.TemporaryDirectory(prefix="compressor-") as scratch,
+        Journal(output or Path(scratch) / "diagnosis", _fingerprint(job)) as journal,
+    ):
+        job = with_ends(job, journal.directory)
+        compared = compare(job, journal)
+        predicted = Predicted({}, {}, [])
+        if job.graph.head:
+            try:
+                predicted = predict(job, compared, journal)
+            except InputRefused as reason:  # a model that no backward scan follows can still be compared
+                warnings.append(f"{reason}: units are ranked by their own error, and no fix is tried")
+        jumps = _jumps(compared.places)
+        chosen = _best_of_each_unit(predicted.fixes, jumps)[: job.settings.tries]
+        tried = attempt(job, compared, journal, chosen) if chosen else None
+        found = _collect(job, compared, predicted, tried, warnings)
+        if output is not None:
+            journal.finish(_WRITING)
+            _write(found, output)
+        journal.remove()
     for message in warnings:
         warn(message)
-    return _collect(job, compared, predicted, tried, warnings)
+    return found
+
+
+def check_directory(output: Path, overwrite: bool) -> None:
+    """Raise UsageError when a diagnosis in ``output`` would be replaced without ``overwrite``; call before work.
+
+    A run that was killed while it wrote its files may replace them.
+    """
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output}: is a file: give a directory for the diagnosis")
+    for name in ("diagnosis.json", "diagnosis.svg", "plan.yaml"):
+        if (output / name).exists() and not overwrite and _WRITING not in begun(output):
+            raise UsageError(f"{output / name}: already exists: choose another output or pass --overwrite")
+
+
+def _write(found: Diagnosed, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    plot(found.diagnosis, directory / "diagnosis.svg")
+    plan = directory / "plan.yaml"
+    if found.plan is None:
+        plan.unlink(missing_ok=True)  # an older one would be mistaken for this one's
+    else:
+        write_plan(plan, edited_plan_yaml(found.plan, found.diagnosis, plan.name), overwrite=True)
+    write_atomically(directory / "diagnosis.json", schema.diagnosis_json(found.diagnosis))
+
+
+def _fingerprint(job: DiagnoseJob) -> dict[str, Any]:
+    """What must be equal for a journal to be continued: every input of every step's result."""
+    weights = (*job.scan.source.weight_files, *sorted(job.artifact.path.glob("*.safetensors")))
+    return {
+        "compressor": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": job.scan.device.type,
+        "settings": asdict(job.settings),
+        "weights": [file_sha256(file) for file in weights],
+        "configs": [job.scan.source.config, job.artifact.config],
+        "data": job.scan.tokens.report.sha256,
+    }
 
 
 def _best_of_each_unit(fixes: Sequence[Fix], jumps: set[str]) -> list[Fix]:

@@ -1,7 +1,7 @@
-"""A scan's working files, so that a killed scan goes on where it stopped.
+"""Working files of a scan or a diagnosis, so that a killed one goes on where it stopped.
 
 ``.NAME.partial/`` beside the output holds hidden states and gradients as memory-mapped files (they may be larger
-than memory) and one small file for each finished block. Gradients alternate between two files: a block reads
+than memory) and ``journal.json``, the records of the steps that are finished. Gradients alternate between two files: a block reads
 one and writes the other, so the one that is read stays whole until the block is journalled.
 """
 
@@ -19,13 +19,12 @@ from compressor.errors import MachineLimit
 
 
 class Journal:
-    """Context manager. ``finished`` maps block indices to their records, for the given ``fingerprint`` only."""
+    """Context manager. ``finished`` maps names of steps to their records, for the given ``fingerprint`` only."""
 
     def __init__(self, output: Path, fingerprint: dict[str, Any]) -> None:
-        self.directory = output.absolute().with_name(f".{output.name}.partial")
+        self.directory = _partial(output)
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        self.finished: dict[int, dict[str, Any]] = {}
-        self.stages: list[str] = []
+        self.finished: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> "Journal":
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -33,14 +32,13 @@ class Journal:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise MachineLimit(f"{self.directory}: another scan is working on the same output") from None
+            raise MachineLimit(f"{self.directory}: another command is working on the same output") from None
         try:
             data = json.loads((self.directory / "journal.json").read_text("utf-8"))
         except (OSError, ValueError):
             data = {}
         if data.get("fingerprint") == self._fingerprint:
-            self.stages = data["stages"]
-            self.finished = {int(index): record for index, record in data["finished"].items()}
+            self.finished = data["finished"]
         else:
             for file in self.directory.iterdir():
                 if file.name != "lock":
@@ -49,7 +47,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
-        if not self.stages and not self.finished:
+        if not self.finished:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -66,23 +64,43 @@ class Journal:
             )
         return torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(shape)
 
-    def finish_stage(self, name: str) -> None:
-        self.stages.append(name)
-        self._write()
-
-    def finish_block(self, index: int, record: dict[str, Any]) -> None:
-        self.finished[index] = record
-        self._write()
-
-    def remove(self) -> None:
-        """Forget everything when the work is complete; the directory goes when the context is left."""
-        self.stages, self.finished = [], {}
-
-    def _write(self) -> None:
-        data = {"fingerprint": self._fingerprint, "stages": self.stages, "finished": self.finished}
+    def finish(self, step: str, record: dict[str, Any] | None = None) -> None:
+        """Note that ``step`` is done; ``record`` is plain data."""
+        self.finished[step] = record or {}
+        data = {"fingerprint": self._fingerprint, "finished": self.finished}
         new = self.directory / "journal.json.new"
         with new.open("w", encoding="utf-8") as stream:
             json.dump(data, stream)
             stream.flush()
             os.fsync(stream.fileno())
         new.replace(self.directory / "journal.json")
+
+    def remove(self) -> None:
+        """Forget everything when the work is complete; the directory goes when the context is left."""
+        self.finished = {}
+
+
+def begun(output: Path) -> dict[str, dict[str, Any]]:
+    """What a run that was to make ``output`` had finished when it was killed; empty when there is none."""
+    try:
+        found: dict[str, dict[str, Any]] = json.loads((_partial(output) / "journal.json").read_text("utf-8"))[
+            "finished"
+        ]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return found
+
+
+def block_step(index: int) -> str:
+    return f"block {index}"
+
+
+def _partial(output: Path) -> Path:
+    output = output.absolute()
+    return output.with_name(f".{output.name}.partial")
+
+
+def block_records(journal: Journal, count: int) -> dict[int, dict[str, Any]]:
+    """Records of the finished ones among ``count`` blocks, by index."""
+    steps = {index: block_step(index) for index in range(count)}
+    return {index: journal.finished[step] for index, step in steps.items() if step in journal.finished}

@@ -15,7 +15,7 @@ from compressor.evaluation.pair import token_scores
 from compressor.formats import Format, fake_quantize_activations, parse_format
 from compressor.graph import load, unload
 from compressor.sensitivity.candidates import candidates_of, input_moments, weight_error
-from compressor.sensitivity.journal import Journal
+from compressor.sensitivity.journal import Journal, block_records, block_step
 from compressor.sensitivity.probes import Candidate, layers_by_name, scored_positions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def measure_units(
     wanted = [
         index
         for index in range(len(job.graph.blocks))
-        if index not in journal.finished
+        if block_step(index) not in journal.finished
         and (only is None or any(u.name in {name for name, _ in only} for u in job.graph.units_of(index)))
     ]
     blocks = [model.get_submodule(path) for path in job.graph.blocks]
@@ -69,11 +69,11 @@ def measure_units(
                         "output_error": None,
                     }
                 )
-            journal.finish_block(index, {"candidates": record})
+            journal.finish(block_step(index), {"candidates": record})
             progress.advance()
     for path in job.graph.blocks:
         unload(model.get_submodule(path))
-    return journal.finished
+    return block_records(journal, len(job.graph.blocks))
 
 
 def _candidates(

@@ -24,7 +24,7 @@ from compressor.graph.assign import layer_bytes, refuse_unsupported
 from compressor.rounding.unit import Method
 from compressor.sensitivity.candidates import candidates_of, formats_of_units, input_moments, weight_error
 from compressor.sensitivity.damage import Damages, from_measurements, from_output_errors, from_products
-from compressor.sensitivity.journal import Journal
+from compressor.sensitivity.journal import Journal, block_records, block_step
 from compressor.sensitivity.measured import measure_units, stream_of
 from compressor.sensitivity.probes import (
     BlockProbes,
@@ -167,7 +167,8 @@ def scan(job: ScanJob, output: Path) -> Sensitivity:
 
 def _forward(job: ScanJob, stream: Stream, journal: Journal, hidden: Tensor) -> None:
     """Fill ``hidden`` [blocks + 1, n, T, H] with every block's input and the last one's output."""
-    if "forward" in journal.stages:
+    # What blocks pass on to later ones is in the stream alone: those models go forward again.
+    if "forward" in journal.finished and not stream.passed_on:
         return
     with steps("forward", len(job.graph.blocks)) as progress:
         for index, path in enumerate(job.graph.blocks):
@@ -177,7 +178,7 @@ def _forward(job: ScanJob, stream: Stream, journal: Journal, hidden: Tensor) -> 
             unload(block)
             progress.advance()
     hidden[-1] = stream.hidden
-    journal.finish_stage("forward")
+    journal.finish("forward")
 
 
 def _backward(job: ScanJob, stream: Stream, journal: Journal, hidden: Tensor) -> dict[int, dict[str, Any]]:
@@ -187,7 +188,7 @@ def _backward(job: ScanJob, stream: Stream, journal: Journal, hidden: Tensor) ->
     shape = (draws, *stream.hidden.shape)
     sides = [journal.tensor(f"gradients-{side}", shape, job.dtype) for side in (0, 1)] if draws else []
     products = _products(job, journal, stream)
-    if draws and "head" not in journal.stages:
+    if draws and "head" not in journal.finished:
         with (
             loaded_ends(job.skeleton, job.graph, dtype=job.dtype, device=job.device),
             steps("head", len(stream.batches)) as progress,
@@ -203,17 +204,17 @@ def _backward(job: ScanJob, stream: Stream, journal: Journal, hidden: Tensor) ->
                     job.settings.seed,
                 )
                 progress.advance()
-        journal.finish_stage("head")
+        journal.finish("head")
 
     with steps("scoring", count) as progress:
         for index in reversed(range(count)):
-            if index not in journal.finished:
+            if block_step(index) not in journal.finished:
                 at_output = sides[(index + 1) % 2] if draws else torch.empty(shape)
                 at_input = sides[index % 2] if draws else None
                 record = _score_block(job, stream, index, hidden[index], at_output, at_input, products)
-                journal.finish_block(index, record)
+                journal.finish(block_step(index), record)
             progress.advance()
-    return journal.finished
+    return block_records(journal, count)
 
 
 def _score_block(
