@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -71,15 +70,17 @@ def report_json(report: Report) -> str:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write UTF-8 ``text``: ``file`` is the old one or the new one, never half of it."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    """Write UTF-8 ``text``: ``file`` is the old one or the new one, never half of it.
+
+    The unfinished file has one name, so that what a killed process leaves is taken up by the next.
+    """
+    unfinished = file.with_name(f".{file.name}.new")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with unfinished.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, file)
+        os.replace(unfinished, file)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
