@@ -167,9 +167,25 @@ class VerifyRecipe(_Strict):
     engine_python: Path | None = None
 
 
+class LatencyRecipe(_Strict):
+    """How fast the checkpoint is beside its original, in ``engine``: ``rounds`` timed inferences of each model in turns
+    after ``warmup`` others, each of ``batch`` prompts of ``prompt_length`` tokens with ``new_tokens`` generated;
+    ``leak_runs`` more (0 for none) must not make memory grow. ``engine_python`` is the Python that has vllm."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    engine_python: Path | None = None
+    batch: Annotated[int, Field(ge=1)] = 1
+    prompt_length: Annotated[int, Field(ge=1)] = 128
+    new_tokens: Annotated[int, Field(ge=2)] = 32
+    compile: Literal["none", "reduce-overhead", "max-autotune"] = "none"
+    rounds: Annotated[int, Field(ge=1)] = 20
+    warmup: Annotated[int, Field(ge=1)] = 3
+    leak_runs: Annotated[int, Field(ge=0)] = 30
+
+
 class EvaluateRecipe(_Strict):
     """Text for perplexity, KL and agreement; lengths are in tokens. ``generations`` sequences are also continued greedily
-    by both models, for the reader."""
+    by both models, for the reader. With ``latency`` (``{}`` for its defaults) both are timed too."""
 
     data: str = "builtin:test"
     column: str | None = None
@@ -179,6 +195,7 @@ class EvaluateRecipe(_Strict):
     packing: Packing = "auto"
     batch_size: Annotated[int, Field(ge=1)] = 4
     generations: Annotated[int, Field(ge=0)] = 3
+    latency: LatencyRecipe | None = None
 
 
 class DistillDataRecipe(_Strict):
@@ -255,7 +272,8 @@ class GateRecipe(_Strict):
     """What the report must show, or the command ends with exit code 3.
 
     ``max_ppl_increase`` is relative to the original's perplexity, ``min_accuracy_retention`` the student's metric ÷ the
-    teacher's, ``min_speedup`` its throughput ÷ the teacher's, ``max_bytes`` the size of all weight files;
+    teacher's, ``min_speedup`` the checkpoint's speed ÷ the original's with ``evaluate.latency``, or else the student's
+    throughput ÷ the teacher's, ``max_bytes`` the size of all weight files;
     ``beat_control`` asks for a student that is better than the control. Shares may be written as 2% and sizes as 120MB.
     A threshold inside the number's 95 % interval is neither met nor missed: ``on_inconclusive`` decides.
     """

@@ -229,6 +229,42 @@ def test_a_run_killed_at_any_file_ends_in_the_same_bytes(run: Run, recipe: Path,
     assert read_report(output).gate is not None
 
 
+def test_a_speedup_is_asked_for_where_the_run_times_the_checkpoint(
+    run: Run, recipe: Path, tmp_path: Path
+) -> None:
+    value = yaml.safe_load(recipe.read_text())
+    changed(recipe, gate={"min_speedup": 0.01})
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 2
+    assert "gate.min_speedup: nothing is timed: give the recipe evaluate.latency" in stderr
+
+    latency = {"prompt_length": 8, "new_tokens": 3, "rounds": 8, "warmup": 1, "leak_runs": 0}
+    changed(recipe, evaluate={**value["evaluate"], "latency": {**latency, "prompt_length": 4096}})
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 2
+    assert "evaluate.latency: --prompt-length 4096" in stderr
+    assert not (tmp_path / "a").exists(), "seen before any work"
+
+    changed(recipe, evaluate={**value["evaluate"], "latency": latency})
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 0, stderr
+    report = read_report(tmp_path / "a")
+    assert report.speed is not None
+    assert report.speed.rounds == 8
+    assert report.gate is not None
+    assert [result.name for result in report.gate.results] == ["min_speedup"]
+    assert report.gate.results[0].value == report.speed.decode_speedup
+    assert "in decoding" in (tmp_path / "a" / "report.html").read_text()
+
+    changed(recipe, gate={"min_speedup": 1e6})
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a")
+    assert code == 3
+    assert "speed: done before" in stderr
+    assert "min_speedup: speed-up over the original is " in stderr
+    assert run("run", recipe, "-o", tmp_path / "a", "--from", "speed")[0] == 3
+    assert read_report(tmp_path / "a").speed != report.speed
+
+
 def test_nothing_evaluated_and_no_device_named(run: Run, recipe: Path, tmp_path: Path) -> None:
     """Classifiers are run like this: their report still says where it was made."""
     settings = yaml.safe_load(recipe.read_text()) | {"evaluate": None, "device": "auto"}

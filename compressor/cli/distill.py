@@ -439,7 +439,7 @@ def distill(
     if resolved.output is None and not cache_only:
         raise UsageError("--output: name the directory for the student")
 
-    check_measured(resolved.model_copy(update={"gate": of_distillation(resolved.gate)}))
+    check_measured(resolved.model_copy(update={"gate": of_distillation(resolved)}))
     job = prepare(resolved, None if cache_only else resolved.output, overwrite=overwrite)
     if dry_run:
         schedule_text = (

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compressor.console import note, out, warn
-from compressor.errors import GateFailed
 
 if TYPE_CHECKING:
     from compressor.evaluation.prepare import Preparation
@@ -177,7 +176,7 @@ def evaluate(
         check_report_directory(output, overwrite=overwrite)
     from compressor.checkpoint.serve import engine_interpreter
     from compressor.evaluation.prepare import Settings, prepare
-    from compressor.evaluation.speed import SpeedSettings, check_settings, leaks, measure_speed
+    from compressor.evaluation.speed import SpeedSettings, check_settings, measure_speed
     from compressor.sources.model import open_model
 
     original = (
@@ -221,8 +220,8 @@ def evaluate(
     from compressor.evaluation.facts import model_facts
     from compressor.evaluation.run import evaluate_checkpoint
     from compressor.pipelines.provenance import tool_section
-    from compressor.reports.schema import Evaluation, Growth, Model, Report, Speed
-    from compressor.reports.speed_wording import leak_line
+    from compressor.reports.gates import raise_if_leaking
+    from compressor.reports.schema import Evaluation, Model, Report, Speed
     from compressor.reports.terminal import print_report
 
     result = evaluate_checkpoint(preparation)
@@ -253,9 +252,7 @@ def evaluate(
         print_report(report)
     if output is not None:
         note(f"report: {write_report(report, output, overwrite=overwrite)}")
-    for arm, found in leaks(speed) if speed is not None else ():
-        ref = compressed if arm == "compressed" else baseline
-        raise GateFailed(f"{ref}: {leak_line(arm, Growth.of(found))}")
+    raise_if_leaking(report)
 
 
 def _print_preparation(preparation: "Preparation", as_json: bool) -> None:

@@ -26,7 +26,7 @@ def run(
         str | None,
         typer.Option(
             "--from",
-            help="Do this step and all after it again: distill, scan, plan, quantize, evaluate or report.",
+            help="Do this step and all after it again: distill, scan, plan, quantize, evaluate, speed or report.",
             show_default=False,
         ),
     ] = None,
@@ -42,7 +42,7 @@ def run(
     """
     from compressor.pipelines.run import run_recipe
     from compressor.recipes import build_recipe
-    from compressor.reports.gates import raise_if_failed
+    from compressor.reports.gates import raise_if_failed, raise_if_leaking
     from compressor.reports.terminal import print_report
 
     resolved = build_recipe(recipe, {"output": output, "model": model, "device": device, "seed": seed})
@@ -57,3 +57,4 @@ def run(
         out.print(f"checkpoint: {resolved.output}/checkpoint", markup=False, highlight=False)
         out.print(f"report:     {resolved.output}/report.html", markup=False, highlight=False)
     raise_if_failed(report.gate, f"{resolved.output}: the checkpoint is kept, see report.html")
+    raise_if_leaking(report)

@@ -188,11 +188,6 @@ def measure_speed(
     )
 
 
-def leaks(speed: Speed) -> list[tuple[str, Growth]]:
-    """What grows from run to run, by arm."""
-    return [(name, found) for name, arm in speed.arms.items() for found in arm.growth if found.leak]
-
-
 def _times(seconds: list[float], tokens: int) -> Times:
     p50, p95, p99 = (float(v) for v in np.percentile(seconds, [50, 95, 99]))
     return Times(1e3 * p50, 1e3 * p95, 1e3 * p99, tokens / p50)

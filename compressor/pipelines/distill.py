@@ -18,7 +18,7 @@ def run_distill(job: Job, output: Path, *, overwrite: bool, started: float) -> G
     ``started`` is ``time.monotonic()`` at the command's start. Returns what the gates on
     the student came to, in the process that writes the report; they may have failed.
     """
-    wanted = of_distillation(job.recipe.gate)
+    wanted = of_distillation(job.recipe)
     gates: list[Gate | None] = []
 
     def write(section: Distillation, warnings: list[str], directory: Path) -> None:

@@ -15,7 +15,7 @@ from compressor.errors import InputRefused, UsageError
 from compressor.reports.write import write_atomically
 
 RECORD = "run.json"
-STEPS = ("distill", "scan", "plan", "quantize", "evaluate", "report")
+STEPS = ("distill", "scan", "plan", "quantize", "evaluate", "speed", "report")
 
 
 class RunRecord:

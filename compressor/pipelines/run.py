@@ -19,15 +19,19 @@ import time
 from typing import Any
 
 from compressor.checkpoint.release import write_release
+from compressor.checkpoint.serve import engine_interpreter
 from compressor.checkpoint.sidecar import read_sidecar
 from compressor.checkpoint.verify import Check as CheckResult
 from compressor.console import note, warn
 from compressor.distillation.run import prepare as prepare_distillation
 from compressor.errors import UsageError
 from compressor.evaluation.facts import model_facts
+from compressor.evaluation.load import task_of
 from compressor.evaluation.prepare import Settings
 from compressor.evaluation.prepare import prepare as prepare_evaluation
 from compressor.evaluation.run import evaluate_checkpoint
+from compressor.evaluation.speed import SpeedSettings, measure_speed
+from compressor.evaluation.speed import check_settings as check_speed
 from compressor.pipelines.distill import run_distill
 from compressor.pipelines.job import Job, choose_device, open_recipe_model, prepare
 from compressor.pipelines.lock import (
@@ -42,7 +46,7 @@ from compressor.pipelines.mixed import check_mixed, make_and_write_plan, scan_an
 from compressor.pipelines.provenance import tool_section
 from compressor.pipelines.quantize import Quantized, quantize
 from compressor.pipelines.record import STEPS, RunRecord
-from compressor.recipes import EvaluateRecipe, Recipe, ScanRecipe
+from compressor.recipes import EvaluateRecipe, LatencyRecipe, Recipe, ScanRecipe
 from compressor.reports.gates import check_gate, check_measured, of_distillation, raise_if_failed
 from compressor.reports.schema import (
     Check,
@@ -56,6 +60,7 @@ from compressor.reports.schema import (
     Quantization,
     Report,
     Scan,
+    Speed,
     Verification,
 )
 from compressor.reports.write import REPORT_JSON, read_report, write_report
@@ -94,7 +99,7 @@ def run_recipe(
     if dry_run:
         _check_only(recipe)
         return None
-    _check_evaluation_length(recipe)
+    _check_evaluation(recipe)
     found = inputs(recipe)
     if recipe.locked is not None:
         check_locked(recipe.locked, found)
@@ -107,14 +112,31 @@ def run_recipe(
 
 
 def _steps_of(recipe: Recipe) -> list[str]:
-    given = {"distill": recipe.distill, "scan": recipe.plan, "plan": recipe.plan, "evaluate": recipe.evaluate}
+    given: dict[str, Any] = {
+        "distill": recipe.distill,
+        "scan": recipe.plan,
+        "plan": recipe.plan,
+        "evaluate": recipe.evaluate,
+        "speed": None if recipe.evaluate is None else recipe.evaluate.latency,
+    }
     return [step for step in STEPS if given.get(step, True) is not None]
 
 
-def _check_evaluation_length(recipe: Recipe) -> None:
-    """Raise UsageError, before any work, when the model takes no sequences as long as the evaluation's."""
-    longest = longest_sequence(open_recipe_model(recipe).config)
-    if recipe.evaluate is not None and longest is not None and recipe.evaluate.sequence_length > longest:
+def _check_evaluation(recipe: Recipe) -> None:
+    """Raise UsageError, before any work, for what cannot be evaluated or timed of the model."""
+    if recipe.evaluate is None:
+        return
+    source = open_recipe_model(recipe)
+    if recipe.evaluate.latency is not None:
+        latency = recipe.evaluate.latency
+        try:
+            check_speed(speed_settings(latency), source, task_of(source.config, source.path), latency.engine)
+        except UsageError as error:
+            raise UsageError(f"evaluate.latency: {error}") from None
+        if latency.engine == "vllm":
+            engine_interpreter(latency.engine_python)
+    longest = longest_sequence(source.config)
+    if longest is not None and recipe.evaluate.sequence_length > longest:
         raise UsageError(
             f"evaluate.sequence_length: {recipe.evaluate.sequence_length} is more than the model's "
             f"max_position_embeddings {longest}"
@@ -155,7 +177,8 @@ class _Run:
             planning = self.plan()
         quantized = self.quantize()
         evaluated = self.evaluate() if self.recipe.evaluate is not None else None
-        return self.report(command, distillation, planning, quantized, evaluated)
+        speed = self.speed(evaluated) if evaluated is not None and "speed" in _steps_of(self.asked) else None
+        return self.report(command, distillation, planning, quantized, evaluated, speed)
 
     def distill(self) -> Distillation | None:
         """The student takes the model's place in the rest of the recipe. Raises GateFailed."""
@@ -170,7 +193,7 @@ class _Run:
                 run_distill(job, student, overwrite=overwrite, started=self.started)
             self.record.finish("distill", {})
         made = read_report(student)
-        gate = check_gate(made, of_distillation(recipe.gate))
+        gate = check_gate(made, of_distillation(recipe))
         raise_if_failed(gate, f"{student}: the student is kept, see its report.md")
         self.recipe = recipe.model_copy(update={"model": str(student), "revision": None, "distill": None})
         self._model = model_digest(open_model(str(student)))
@@ -235,7 +258,7 @@ class _Run:
             "evaluate",
             "evaluate.data",
             model=self._model,
-            evaluate=recipe.evaluate.model_dump(mode="json"),
+            evaluate=recipe.evaluate.model_dump(mode="json", exclude={"latency"}),
             checkpoint=self._weights(),
         )
         if not self.record.done("evaluate", made_from, None):
@@ -255,6 +278,35 @@ class _Run:
         found: dict[str, Any] = self.record.facts("evaluate")
         return found
 
+    def speed(self, evaluated: dict[str, Any]) -> dict[str, Any]:
+        """The report's section about speed, as the evaluation found task, device and dtype."""
+        recipe = self.recipe
+        assert recipe.evaluate is not None
+        latency = recipe.evaluate.latency
+        assert latency is not None
+        made_from = self._made_from(
+            "speed",
+            model=self._model,
+            latency=latency.model_dump(mode="json"),
+            checkpoint=self._weights(),
+        )
+        if not self.record.done("speed", made_from, None):
+            self.record.start("speed", made_from, None)
+            evaluation = evaluated["evaluation"]
+            found = measure_speed(
+                open_recipe_model(recipe),
+                self._artifact(),
+                evaluation["task"],
+                speed_settings(latency),
+                device=evaluation["device"],
+                dtype=evaluation["dtype"],
+                seed=recipe.seed,
+                vllm_python=engine_interpreter(latency.engine_python) if latency.engine == "vllm" else None,
+            )
+            self.record.finish("speed", Speed.of(found).model_dump(mode="json"))
+        facts: dict[str, Any] = self.record.facts("speed")
+        return facts
+
     def report(
         self,
         command: str,
@@ -262,6 +314,7 @@ class _Run:
         planning: dict[str, Any] | None,
         quantized: dict[str, Any],
         evaluated: dict[str, Any] | None,
+        speed: dict[str, Any] | None,
     ) -> Report:
         """Report, gate and model card."""
         recipe, checkpoint = self.recipe, self.output / "checkpoint"
@@ -270,6 +323,7 @@ class _Run:
             "planning": planning,
             **{key: quantized[key] for key in ("coverage", "quantization", "verification")},
             "evaluation": None if evaluated is None else evaluated["evaluation"],
+            "speed": speed,
         }
         made_from = self._made_from(
             "report",
@@ -298,6 +352,7 @@ class _Run:
             coverage=Coverage.model_validate(quantized["coverage"]),
             quantization=Quantization.model_validate(quantized["quantization"]),
             evaluation=None if evaluated is None else Evaluation.model_validate(evaluated["evaluation"]),
+            speed=None if speed is None else Speed.model_validate(speed),
             verification=Verification.model_validate(quantized["verification"]),
             warnings=[*quantized["warnings"], *([] if evaluated is None else evaluated["warnings"])],
         )
@@ -335,6 +390,10 @@ class _Run:
     def _artifact(self) -> Any:
         checkpoint = str(self.output / "checkpoint")
         return open_model(checkpoint, trust_remote_code=self.recipe.trust_remote_code, allow_quantized=True)
+
+
+def speed_settings(latency: LatencyRecipe) -> SpeedSettings:
+    return SpeedSettings(**latency.model_dump(exclude={"engine", "engine_python"}))
 
 
 def _evaluation_settings(recipe: Recipe, evaluate: EvaluateRecipe) -> Settings:

@@ -12,6 +12,7 @@ from compressor.errors import GateFailed, UsageError
 from compressor.recipes import GateRecipe, Recipe
 from compressor.reports import wording
 from compressor.reports.schema import Estimate, Gate, GateResult, Report
+from compressor.reports.speed_wording import leak_line
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 
@@ -114,16 +115,25 @@ def thresholds(wanted: GateRecipe) -> dict[str, float]:
     return {**asked, **({"beat_control": 0.0} if wanted.beat_control else {})}
 
 
-def of_distillation(wanted: GateRecipe) -> GateRecipe:
-    """The part of ``wanted`` that a student can be held to before anything else is made of it."""
-    others = {key: None for key in thresholds(wanted) if key not in _OF_DISTILLATION}
-    return wanted.model_copy(update=others)
+def of_distillation(recipe: Recipe) -> GateRecipe:
+    """The part of the recipe's gate that a student can be held to before anything else is made of it."""
+    held = _OF_DISTILLATION - ({"min_speedup"} if _is_timed(recipe) else set())
+    others = {key: None for key in thresholds(recipe.gate) if key not in held}
+    return recipe.gate.model_copy(update=others)
+
+
+def _is_timed(recipe: Recipe) -> bool:
+    return recipe.evaluate is not None and recipe.evaluate.latency is not None
 
 
 def check_measured(recipe: Recipe) -> None:
     """Raise UsageError, before any work, for a threshold on a number that ``recipe`` never measures."""
     for key in thresholds(recipe.gate):
+        if key == "min_speedup" and _is_timed(recipe):
+            continue
         if key in _OF_DISTILLATION:
+            if recipe.distill is None and key == "min_speedup":
+                raise UsageError("gate.min_speedup: nothing is timed: give the recipe evaluate.latency: {}")
             if recipe.distill is None:
                 raise UsageError(f"gate.{key}: the recipe has no distill section, so nothing to hold to it")
             if key == "beat_control" and not recipe.distill.control:
@@ -220,6 +230,15 @@ def blocking(gate: Gate) -> list[GateResult]:
     """The results that make the gate fail."""
     bad = {"fail"} | ({"inconclusive"} if gate.on_inconclusive == "fail" else set())
     return [result for result in gate.results if result.outcome in bad]
+
+
+def raise_if_leaking(report: Report) -> None:
+    """Raise GateFailed naming the first model whose memory grows for certain from one inference to the next."""
+    for name, arm in report.speed.arms.items() if report.speed else ():
+        model = report.source if name == "baseline" else report.artifact
+        for found in arm.growth:
+            if found.leak:
+                raise GateFailed(f"{model.ref if model else 'model'}: {leak_line(name, found)}")
 
 
 def raise_if_failed(gate: Gate | None, where: str) -> None:

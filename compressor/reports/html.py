@@ -131,6 +131,10 @@ def tiles(report: Report) -> list[Tile]:
             detail = "; ".join(filter(None, ["" if unit == "fraction" else unit, wording.ends(value, unit)]))
         name = wording.LABELS.get(name, name)
         found.append(Tile(name[0].upper() + name[1:], shown, detail))
+    speedup = report.speed and (report.speed.decode_speedup or report.speed.prefill_speedup)
+    if speedup:
+        part = "decoding" if report.speed and report.speed.decode_speedup else "a forward pass"
+        found.append(Tile("Speed", f"{speedup.value:.2f}×", "; ".join(filter(None, [f"the original's in {part}", wording.ends(speedup)]))))  # fmt: skip
     distillation = report.distillation
     if distillation:
         if distillation.retention is not None:
