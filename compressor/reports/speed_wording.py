@@ -1,7 +1,7 @@
 """How measured speed reads, the same on the terminal and in Markdown."""
 
 from compressor.reports.schema import Estimate, Growth, Speed
-from compressor.reports.wording import estimate, number, size
+from compressor.reports.wording import number, size
 
 
 def speed_rows(speed: Speed) -> list[list[str]]:
@@ -9,7 +9,7 @@ def speed_rows(speed: Speed) -> list[list[str]]:
     arms = [speed.arms.get(name) for name in ("baseline", "compressed")]
 
     def row(label: str, cells: list[str], ratio: Estimate | None = None) -> list[str]:
-        return [label, *cells, estimate(ratio) + ("×" if ratio else "")]
+        return [label, *cells, _times(ratio)]
 
     rows = []
     for part, ratio in (("prefill", speed.prefill_speedup), ("decode", speed.decode_speedup)):
@@ -32,17 +32,26 @@ def speed_rows(speed: Speed) -> list[list[str]]:
     return rows
 
 
+def _times(ratio: Estimate | None) -> str:
+    """``1.82× [1.79, 1.85]``"""
+    if ratio is None:
+        return "–"
+    ends = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.value:.2f}×{ends}"
+
+
 def speed_header() -> list[str]:
     return ["", "baseline", "compressed", "speedup"]
 
 
 def speed_facts(speed: Speed) -> str:
     """How it was measured, in one line."""
+    threads = "1 thread" if speed.threads == 1 else f"{speed.threads} threads"
     generated = f" + {speed.new_tokens} new" if speed.new_tokens else ""
     return (
         f"{speed.rounds} inferences of {speed.batch} × {speed.prompt_length}{generated} tokens each in turns after "
         f"{speed.warmup} for warm-up, {speed.engine}, compile {speed.compile}, {speed.dtype} on {speed.device}, "
-        f"{speed.threads} threads; speedups are medians of paired ratios with 95 % intervals"
+        f"{threads}; speedups are medians of paired ratios with 95 % intervals"
     )
 
 
