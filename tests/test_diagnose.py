@@ -22,7 +22,7 @@ from compressor.cli.diagnose import diagnose as command
 from compressor.diagnosis.compare import compare
 from compressor.diagnosis.job import DiagnoseSettings, open_job, weight_of
 from compressor.diagnosis.run import diagnose
-from compressor.diagnosis.schema import Diagnosis, diagnosis_json_schema
+from compressor.diagnosis.schema import Diagnosis
 from compressor.errors import CompressorError, UsageError
 from compressor.graph import build_skeleton, discover
 from compressor.pipelines.quantize import quantize
@@ -94,9 +94,6 @@ def test_ruined_scales_are_named_first_and_repaired(model: Path, ruined: Path, t
     code, text = run(model, ruined, "-o", tmp_path / "d", "--json", *SMALL)
     assert code == 0
     data = json.loads(text)
-    schema = diagnosis_json_schema()
-    assert set(data) == set(schema["properties"])
-    assert schema["additionalProperties"] is False
     assert data == json.loads((tmp_path / "d" / "diagnosis.json").read_text("utf-8"))
     found = Diagnosis.model_validate(data)
     unit = "model.layers.1.mlp.gate_up"

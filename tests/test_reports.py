@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+from jsonschema import ValidationError as SchemaError
 from pydantic import ValidationError
 from rich.console import Console
 
-import compressor
+from compressor.cli.documents import SCHEMAS
 from compressor.errors import InputRefused, UsageError
 from compressor.reports import wording
 from compressor.reports.markdown import render_markdown
@@ -30,7 +32,6 @@ from compressor.reports.schema import (
     Tool,
     Verification,
     WeightFile,
-    report_json_schema,
 )
 from compressor.reports.terminal import print_report
 from compressor.reports.write import read_report, report_json, write_report
@@ -170,49 +171,9 @@ def test_json_round_trips_exactly_and_keeps_floats(tmp_path: Path) -> None:
     assert report_json(report) == file.read_text()
 
 
-def _check_against(schema: dict[str, Any], value: Any, root: dict[str, Any], path: str = "") -> None:
-    """A validator for the keywords that pydantic emits here; the full specification is not needed."""
-    if "$ref" in schema:
-        _check_against(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], value, root, path)
-        return
-    if "anyOf" in schema:
-        errors = []
-        for option in schema["anyOf"]:
-            try:
-                return _check_against(option, value, root, path)
-            except AssertionError as error:
-                errors.append(str(error))
-        raise AssertionError(errors)
-    types = {
-        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
-        "boolean": bool, "null": type(None),
-    }  # fmt: skip
-    if "type" in schema:
-        assert isinstance(value, types[schema["type"]]), f"{path}: {value!r} is no {schema['type']}"
-    if "const" in schema:
-        assert value == schema["const"], path
-    if "enum" in schema:
-        assert value in schema["enum"], path
-    if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        for key in schema.get("required", []):
-            assert key in value, f"{path}.{key} is missing"
-        for key, item in value.items():
-            extra = schema.get("additionalProperties", True)
-            assert key in properties or extra is not False, f"{path}.{key} is unknown"
-            if key in properties:
-                _check_against(properties[key], item, root, f"{path}.{key}")
-            elif isinstance(extra, dict):
-                _check_against(extra, item, root, f"{path}.{key}")
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            _check_against(schema["items"], item, root, f"{path}[{i}]")
-
-
 def test_json_satisfies_the_published_schema() -> None:
-    schema = report_json_schema()
-    document = json.loads(report_json(full_report()))
-    _check_against(schema, document, schema)
+    schema = Draft202012Validator(json.loads((SCHEMAS / "report.schema.json").read_text("utf-8")))
+    schema.validate(json.loads(report_json(full_report())))
     for spoil in (
         lambda d: d.update(extra=1),
         lambda d: d.update(schema_version="9.9"),
@@ -222,15 +183,8 @@ def test_json_satisfies_the_published_schema() -> None:
     ):
         broken = json.loads(report_json(full_report()))
         spoil(broken)
-        with pytest.raises(AssertionError):
-            _check_against(schema, broken, schema)
-
-
-def test_the_schema_file_is_that_of_the_models() -> None:
-    file = Path(compressor.__file__).parent / "reports" / "report.schema.json"
-    assert json.loads(file.read_text("utf-8")) == report_json_schema(), (
-        "python -m compressor.reports.schema > compressor/reports/report.schema.json"
-    )
+        with pytest.raises(SchemaError):
+            schema.validate(broken)
 
 
 def test_unknown_keys_and_non_finite_numbers_are_refused() -> None:

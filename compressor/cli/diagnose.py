@@ -1,6 +1,5 @@
 """``compressor diagnose``: where a compressed checkpoint loses accuracy, and the cheapest fix."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -141,12 +140,22 @@ def diagnose(
     job = open_job(settings, choose_device(device))
     if dry_run:
         sequences, length = job.scan.tokens.input_ids.shape
-        facts = {"layers": len(job.formats), "units": len(job.graph.units), "blocks": len(job.graph.blocks)}
-        facts |= {"sequences": sequences, "sequence_length": length}
+        layers, blocks = len(job.formats), len(job.graph.blocks)
+        if as_json:
+            from compressor.cli.documents import DiagnoseChecked, print_document
+
+            print_document(
+                DiagnoseChecked(
+                    layers=layers,
+                    units=len(job.graph.units),
+                    blocks=blocks,
+                    sequences=sequences,
+                    sequence_length=length,
+                )
+            )
+            return
         out.print(
-            json.dumps({"dry_run": True, **facts}, indent=2)
-            if as_json
-            else f"would compare {facts['layers']} quantized layers in {facts['blocks']} blocks on {sequences} × {length} tokens",
+            f"would compare {layers} quantized layers in {blocks} blocks on {sequences} × {length} tokens",
             markup=False,
             highlight=False,
         )

@@ -400,6 +400,7 @@ def distill(
     """
     from accelerate import PartialState
 
+    from compressor.cli.documents import CacheFilled, DistillChecked, print_document
     from compressor.distillation.run import capture_only, prepare
     from compressor.pipelines.distill import run_distill
     from compressor.recipes import build_recipe
@@ -441,6 +442,23 @@ def distill(
 
     check_measured(resolved.model_copy(update={"gate": of_distillation(resolved)}))
     job = prepare(resolved, None if cache_only else resolved.output, overwrite=overwrite)
+    if dry_run and as_json:
+        print_document(
+            DistillChecked(
+                teacher=job.teacher.ref,
+                task=job.task,
+                training_examples=len(job.training),
+                evaluation_examples=len(job.validation),
+                test_examples=len(job.test),
+                steps=job.schedule.steps,
+                batch_size=job.schedule.batch_size,
+                divergence=job.objective.kind,
+                temperature=job.objective.temperature,
+                alpha=job.objective.alpha,
+                device=str(job.device),
+            )
+        )
+        return
     if dry_run:
         schedule_text = (
             f"{job.schedule.steps or 'as many as fit'} steps of {job.schedule.batch_size} examples"
@@ -454,6 +472,9 @@ def distill(
         return
     if cache_only:
         size = capture_only(job)
+        if as_json:
+            print_document(CacheFilled(cache=str(job.settings.cache), bytes=size))
+            return
         out.print(f"cache: {job.settings.cache}, {size:,} bytes", markup=False, highlight=False)
         return
     assert resolved.output is not None

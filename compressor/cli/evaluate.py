@@ -1,7 +1,6 @@
 """``compressor evaluate``: what compression cost, measured on the same tokens."""
 
 # Help and usage errors must not wait for torch and transformers: they are imported when there is work.
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -259,17 +258,20 @@ def _print_preparation(preparation: "Preparation", as_json: bool) -> None:
     from compressor.reports.wording import size
 
     if as_json:
-        facts = {
-            "dry_run": True,
-            "task": preparation.task,
-            "device": preparation.device,
-            "dtype": preparation.dtype,
-            "data": asdict(preparation.tokens.report),
-            "memory_needed_bytes": preparation.memory_needed,
-            "memory_available_bytes": preparation.memory_available,
-            "warnings": list(preparation.warnings),
-        }
-        out.file.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        from compressor.cli.documents import EvaluateChecked, print_document
+        from compressor.reports.schema import Data
+
+        print_document(
+            EvaluateChecked(
+                task=preparation.task,
+                device=preparation.device,
+                dtype=preparation.dtype,
+                data=Data.of(preparation.tokens.report),
+                memory_needed_bytes=preparation.memory_needed,
+                memory_available_bytes=preparation.memory_available,
+                warnings=list(preparation.warnings),
+            )
+        )
         return
     tokens = int(preparation.tokens.attention_mask.sum())
     out.print(

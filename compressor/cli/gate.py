@@ -1,6 +1,5 @@
 """``compressor gate``: thresholds on a report, for CI."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -152,8 +151,9 @@ def gate(
         for line in ci.annotations(result, str(report)):
             typer.echo(line, err=as_json)  # standard output is for the document alone
     if as_json:
-        document = {"report": str(report), **result.model_dump(mode="json")}
-        out.file.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        from compressor.cli.documents import Gated, print_document
+
+        print_document(Gated(report=str(report), **dict(result)))
     else:
         table = Table("threshold", "result", "found")
         colours = {"pass": "green", "fail": "red", "inconclusive": "yellow"}

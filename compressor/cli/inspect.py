@@ -1,6 +1,5 @@
 """``compressor inspect``: what is in a model, without loading its weights."""
 
-import json
 import re
 from collections import Counter
 from typing import Annotated, Any
@@ -53,32 +52,35 @@ def inspect(
     parameters = sum(entry.numel for entry in source.tensors.values())
     size = sum(entry.nbytes for entry in source.tensors.values())
     if as_json:
-        document = {
-            "architecture": type(skeleton.module).__name__,
-            "parameters": parameters,
-            "bytes": size,
-            "dtype": str(skeleton.dtype).removeprefix("torch."),
-            "blocks": list(graph.blocks),
-            "units": [
-                {
-                    "name": u.name,
-                    "kind": u.kind,
-                    "layers": {x.name: [x.out_features, x.in_features] for x in u.layers},
-                }
-                for u in graph.units
-            ],
-            "kept": graph.kept,
-            "unsupported": sorted(graph.unsupported),
-            "coverage": {
-                "ratio": covered.ratio,
-                "eligible_parameters": covered.eligible_parameters,
-                "skipped": covered.uncovered,
-            },
-            "ties": skeleton.ties,
-            "unused_tensors": list(skeleton.unused),
-            "loadable_everywhere_in": loads,
-        }
-        print(json.dumps(document, indent=2))
+        from compressor.cli.documents import Inspected, InspectedCoverage, InspectedUnit, print_document
+
+        print_document(
+            Inspected(
+                architecture=type(skeleton.module).__name__,
+                parameters=parameters,
+                bytes=size,
+                dtype=str(skeleton.dtype).removeprefix("torch."),
+                blocks=list(graph.blocks),
+                units=[
+                    InspectedUnit(
+                        name=u.name,
+                        kind=u.kind,
+                        layers={x.name: (x.out_features, x.in_features) for x in u.layers},
+                    )
+                    for u in graph.units
+                ],
+                kept=graph.kept,
+                unsupported=sorted(graph.unsupported),
+                coverage=InspectedCoverage(
+                    ratio=covered.ratio,
+                    eligible_parameters=covered.eligible_parameters,
+                    skipped=covered.uncovered,
+                ),
+                ties=skeleton.ties,
+                unused_tensors=list(skeleton.unused),
+                loadable_everywhere_in=loads,
+            )
+        )
         return
     out.print(
         f"{type(skeleton.module).__name__}: {parameters / 1e6:.1f} M parameters, {size / 1e6:.1f} MB, "
@@ -130,9 +132,9 @@ def _alike(reasons: dict[str, str]) -> list[str]:
 def _print_quantized(config: dict[str, Any], tensors: int, as_json: bool) -> None:
     quantization = config.get("quantization_config", {})
     if as_json:
-        print(
-            json.dumps({"quantized": True, "tensors": tensors, "quantization_config": quantization}, indent=2)
-        )
+        from compressor.cli.documents import InspectedQuantized, print_document
+
+        print_document(InspectedQuantized(tensors=tensors, quantization_config=quantization))
         return
     out.print(
         f"already quantized: {quantization.get('quant_method', 'unknown')}, {tensors} tensors",

@@ -1,10 +1,9 @@
 """``compressor plan``: formats for every layer within a budget."""
 
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -224,17 +223,20 @@ def _write_pareto(scan: "Sensitivity", made: "Made", file: Path, seed: int) -> N
 def _show(scan: "Sensitivity", made: "Made", output: Path, as_json: bool, dry_run: bool) -> None:
     allocation, calibration = made.allocation, made.calibration
     if as_json:
-        answer: dict[str, Any] = {
-            "path": None if dry_run else str(output),
-            "budget": made.budget.text,
-            "bytes": allocation.bytes,
-            "bits": allocation.bits,
-            "damage": allocation.damage,
-            "predicted_kl": made.predicted_kl,
-            "calibration": asdict(calibration) if calibration else None,
-            "formats": allocation.formats,
-        }
-        print(json.dumps(answer, indent=2))
+        from compressor.cli.documents import Planned, print_document
+
+        print_document(
+            Planned(
+                path=None if dry_run else str(output),
+                budget=made.budget.text,
+                bytes=allocation.bytes,
+                bits=allocation.bits,
+                damage=allocation.damage,
+                predicted_kl=made.predicted_kl,
+                calibration=calibration,
+                formats=allocation.formats,
+            )
+        )
         return
     chosen = [allocation.formats[unit.name] for unit in scan.units]
     table = Table("format", "units", title="plan")

@@ -1,9 +1,7 @@
 """``compressor quantize``: calibrate, round, write and verify a checkpoint."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -275,15 +273,19 @@ def quantize(
     result = run_quantize(resolved, resolved.output, overwrite=overwrite)
     coverage = result.sidecar["coverage"]
     if as_json:
-        answer: dict[str, Any] = {
-            "path": str(result.path),
-            "seconds": round(result.seconds, 1),
-            "peak_memory_bytes": result.peak_memory,
-            "coverage": coverage["ratio"],
-            "checks": [asdict(check) for check in result.checks],
-            "warnings": list(result.job.warnings),
-        }
-        print(json.dumps(answer, indent=2))
+        from compressor.cli.documents import QuantizedCheckpoint, print_document
+        from compressor.reports.schema import Check
+
+        print_document(
+            QuantizedCheckpoint(
+                path=str(result.path),
+                seconds=round(result.seconds, 1),
+                peak_memory_bytes=result.peak_memory,
+                coverage=coverage["ratio"],
+                checks=[Check.of(check) for check in result.checks],
+                warnings=list(result.job.warnings),
+            )
+        )
         return
     note(f"{len(result.checks)} checks passed in all")
     out.print(
@@ -296,7 +298,9 @@ def quantize(
 
 def _show_estimate(job: "Job", cost: "Estimate", as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"plan": job.plan.model_dump(mode="json"), "estimate": asdict(cost)}, indent=2))
+        from compressor.cli.documents import QuantizeChecked, print_document
+
+        print_document(QuantizeChecked(plan=job.plan, estimate=cost))
         return
     table = Table("format", "layers", "size", title="plan")
     for name, (count, size) in cost.formats.items():

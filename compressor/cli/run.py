@@ -1,6 +1,5 @@
 """``compressor run``: a recipe from beginning to end."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +39,8 @@ def run(
     that was interrupted goes on where it stopped; of one that is repeated with changes, what they touch is
     done again.
     """
-    from compressor.pipelines.run import run_recipe
+    from compressor.cli.documents import RunChecked, print_document
+    from compressor.pipelines.run import run_recipe, steps_of
     from compressor.recipes import build_recipe
     from compressor.reports.gates import raise_if_failed, raise_if_leaking
     from compressor.reports.terminal import print_report
@@ -49,9 +49,11 @@ def run(
     report = run_recipe(resolved, command="run", overwrite=overwrite, dry_run=dry_run, from_step=from_step)
     if report is None:
         note("dry run: everything that can be checked beforehand is in order")
+        if as_json:
+            print_document(RunChecked(steps=steps_of(resolved)))
         return
     if as_json:
-        print(json.dumps(report.model_dump(mode="json"), indent=2))
+        print_document(report)
     else:
         print_report(report)
         out.print(f"checkpoint: {resolved.output}/checkpoint", markup=False, highlight=False)

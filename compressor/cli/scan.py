@@ -1,7 +1,5 @@
 """``compressor scan-sensitivity``: how much each unit suffers from each format."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -176,9 +174,9 @@ def scan_sensitivity(
     result = scan(job, output)
     _write(result, output, heat)
     if as_json:
-        print(
-            json.dumps({"path": str(output), **result.model_dump(mode="json", exclude={"factor"})}, indent=2)
-        )
+        from compressor.cli.documents import Scanned, print_document
+
+        print_document(Scanned(path=str(output), **dict(result)))
         return
     out.print(fragile_table(result))
     out.print(
@@ -201,12 +199,10 @@ def _write(result: "Sensitivity", output: Path, heat: Path | None) -> None:
 
 def _show_estimate(job: "ScanJob", cost: "ScanEstimate", as_json: bool) -> None:
     if as_json:
+        from compressor.cli.documents import ScanChecked, print_document
+
         formats = {name: [fmt.name for fmt in found] for name, found in job.formats.items()}
-        print(
-            json.dumps(
-                {"estimate": asdict(cost), "formats": formats, "warnings": list(job.warnings)}, indent=2
-            )
-        )
+        print_document(ScanChecked(estimate=cost, formats=formats, warnings=list(job.warnings)))
         return
     for message in job.warnings:
         out.print(f"warning: {message}", markup=False, highlight=False)

@@ -1,7 +1,5 @@
 """``compressor verify``: prove a checkpoint before it is served."""
 
-import json
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,13 +79,12 @@ def verify(
     )
     failed = [check for check in checks if not check.passed]
     if as_json:
-        document = {
-            "checkpoint": str(directory),
-            "source": original.ref if original is not None else None,
-            "passed": not failed,
-            "checks": [asdict(check) for check in checks],
-        }
-        out.file.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        from compressor.cli.documents import Verified, print_document
+        from compressor.reports.schema import Check
+
+        ref = original.ref if original is not None else None
+        found = [Check.of(check) for check in checks]
+        print_document(Verified(checkpoint=str(directory), source=ref, passed=not failed, checks=found))
     else:
         out.print(_table(checks))
     if failed:

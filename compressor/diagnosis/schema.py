@@ -1,6 +1,6 @@
 """``diagnosis.json``: what was found, for scripts. Unknown keys are errors; ``version`` grows when a key changes meaning."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import FiniteFloat
 
@@ -85,13 +85,6 @@ class Diagnosis(Section):
     edited: Edited | None
     warnings: list[str]
     versions: dict[str, str]
-
-
-def diagnosis_json_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of every ``diagnosis.json`` of this version."""
-    return Diagnosis.model_json_schema(mode="serialization") | {
-        "$schema": "https://json-schema.org/draft/2020-12/schema"
-    }
 
 
 def diagnosis_json(found: Diagnosis) -> str:

@@ -86,8 +86,8 @@ def run_recipe(
     started = time.monotonic()
     if recipe.output is None:
         raise UsageError("output: is needed: name the run directory in the recipe or with --output")
-    if from_step is not None and from_step not in _steps_of(recipe):
-        raise UsageError(f"--from {from_step}: the steps of this recipe are {', '.join(_steps_of(recipe))}")
+    if from_step is not None and from_step not in steps_of(recipe):
+        raise UsageError(f"--from {from_step}: the steps of this recipe are {', '.join(steps_of(recipe))}")
     check_measured(recipe)
     check_mixed(recipe)
     # Data of the last steps is checked before the first one starts.
@@ -111,7 +111,8 @@ def run_recipe(
     return run.all(command)
 
 
-def _steps_of(recipe: Recipe) -> list[str]:
+def steps_of(recipe: Recipe) -> list[str]:
+    """The steps that the recipe asks for, in order."""
     given: dict[str, Any] = {
         "distill": recipe.distill,
         "scan": recipe.plan,
@@ -177,7 +178,7 @@ class _Run:
             planning = self.plan()
         quantized = self.quantize()
         evaluated = self.evaluate() if self.recipe.evaluate is not None else None
-        speed = self.speed(evaluated) if evaluated is not None and "speed" in _steps_of(self.asked) else None
+        speed = self.speed(evaluated) if evaluated is not None and "speed" in steps_of(self.asked) else None
         return self.report(command, distillation, planning, quantized, evaluated, speed)
 
     def distill(self) -> Distillation | None:

@@ -3,13 +3,12 @@
 ``schema_version`` is ``major.minor``: the minor number grows when optional keys are added, the major
 one when a key changes meaning or goes away. Readers of 2.x may ignore keys they do not know; this
 writer never emits any. Every section that a command has nothing to say about is null. The published schema is
-``report.schema.json`` beside this file.
+``compressor/schemas/report.schema.json``.
 
 2.0: retention and speedup of a distillation are estimates with intervals; gates of all commands are in ``gate``; the
 scan and the plan, greedy generations, speed and the standard error of timings were added.
 """
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -439,14 +438,3 @@ class Report(Section):
     speed: Speed | None = None
     verification: Verification | None = None
     warnings: list[str] = Field(default_factory=list)
-
-
-def report_json_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) that every ``report.json`` of this version satisfies."""
-    return Report.model_json_schema(mode="serialization") | {
-        "$schema": "https://json-schema.org/draft/2020-12/schema"
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(report_json_schema(), indent=2, ensure_ascii=False))
