@@ -300,12 +300,14 @@ class Locked(_Strict):
 class Recipe(_Strict):
     """A pipeline: model → distill → scan → plan → quantize → verify → evaluate → report → gate, in ``output``.
 
-    ``base_model`` is the hub id of ``model`` for the model card, where ``model`` is a copy of it on disk.
+    ``base_model`` is the hub id of ``model`` for the model card, where ``model`` is a copy of it on disk. With a
+    ``signing_key``, an elliptic-curve private key in PEM form, the checkpoint gets a ``model.sig``.
     """
 
     model: str
     revision: str | None = None
     base_model: str | None = None
+    signing_key: Path | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
     output: Path | None = None

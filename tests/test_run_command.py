@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from conftest import Run, run_killed
 
+from compressor.checkpoint.release import write_release
 from compressor.cli.main import app
 from compressor.reports.write import read_report
 
@@ -263,6 +265,58 @@ def test_a_speedup_is_asked_for_where_the_run_times_the_checkpoint(
     assert "min_speedup: speed-up over the original is " in stderr
     assert run("run", recipe, "-o", tmp_path / "a", "--from", "speed")[0] == 3
     assert read_report(tmp_path / "a").speed != report.speed
+
+
+def test_a_signed_checkpoint_is_the_signers_and_whole(
+    run: Run, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, public, other = (tmp_path / f"{name}.pem" for name in ("key", "public", "other"))
+    for file in (key, other):
+        openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", file)
+    openssl("ec", "-in", key, "-pubout", "-out", public)
+    openssl("ec", "-in", other, "-pubout", "-out", other)
+
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a", "--signing-key", recipe)
+    assert code == 5
+    assert "recipe.yaml: not an elliptic-curve private key" in stderr
+    assert not (tmp_path / "a").exists(), "seen before any work"
+
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "a", "--signing-key", key)
+    assert code == 0, stderr
+    checkpoint = tmp_path / "a" / "checkpoint"
+    assert {f.name for f in checkpoint.iterdir()} >= {"model.sig", "SHA256SUMS"}
+    assert not [f for f in (tmp_path / "a").iterdir() if f.name.startswith(".")]
+    assert run("verify", checkpoint)[0] == 0
+    code, printed, _ = run("verify", checkpoint, "--public-key", public, "--json")
+    assert code == 0
+    assert "holds for public.pem" in printed
+    code, _, stderr = run("verify", checkpoint, "--public-key", other)
+    assert code == 4
+    assert "model.sig: does not hold for other.pem" in stderr
+    upstream = ["verify", "key", checkpoint, "--signature", checkpoint / "model.sig", "--public_key", public]
+    subprocess.run([sys.executable, "-m", "model_signing", *map(str, upstream)], check=True)
+
+    # Sums that fit the changed files are made in a moment; a signature is not.
+    (checkpoint / "README.md").write_text("better than the original")
+    (checkpoint / "model.sig").rename(tmp_path / "model.sig")
+    write_release(checkpoint)
+    code, _, stderr = run("verify", checkpoint, "--public-key", public)
+    assert code == 4
+    assert "no model.sig" in stderr
+    (tmp_path / "model.sig").rename(checkpoint / "model.sig")
+    assert run("verify", checkpoint)[0] == 0
+    code, _, stderr = run("verify", checkpoint, "--public-key", public)
+    assert code == 4
+    assert "Hash mismatch for 'README.md'" in stderr
+
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    code, _, stderr = run("run", recipe, "-o", tmp_path / "b", "--signing-key", key)
+    assert code == 6
+    assert "pip install model-signing" in stderr
+
+
+def openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
 
 def test_nothing_evaluated_and_no_device_named(run: Run, recipe: Path, tmp_path: Path) -> None:

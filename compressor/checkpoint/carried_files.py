@@ -14,7 +14,7 @@ _WEIGHTS = {
     ".ot", ".tflite", ".mlmodel", ".npz", ".pkl", ".xml",
 }  # fmt: skip
 # What a checkpoint gets anew: a source's own say nothing about it.
-_WRITTEN = {"config.json", "compression.json", "SHA256SUMS", "provenance.json"}
+_WRITTEN = {"config.json", "compression.json", "SHA256SUMS", "provenance.json", "model.sig"}
 _REPORT = {"report.json", "report.md", "report.html", "logs"}
 _README = re.compile(r"README((?:\.source)*)\.md")
 

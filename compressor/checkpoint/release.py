@@ -16,6 +16,7 @@ from compressor.checkpoint.artifact import Artifact, read_json_config
 from compressor.checkpoint.card import CARD, model_card, portable, source_name
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.sidecar import Sidecar, read_sidecar
+from compressor.checkpoint.signature import SIGNATURE
 from compressor.evaluation.facts import installed
 from compressor.reports.schema import Report
 from compressor.reports.write import write_atomically
@@ -24,8 +25,8 @@ from compressor.sources.tensors import file_sha256
 SUMS = "SHA256SUMS"
 PROVENANCE = "provenance.json"
 _PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy")
-# Beside a checkpoint, but no part of it: written after it, with times in them.
-_APART = {"report.json", "report.md", "report.html", "logs"}
+# Beside a checkpoint, but no part of it: written after it, with times or random numbers in them.
+_APART = {"report.json", "report.md", "report.html", "logs", SIGNATURE}
 _PATHS = {"plan", "data", "engine_python"}
 
 

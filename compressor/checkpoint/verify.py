@@ -11,6 +11,7 @@ from compressor.checkpoint.artifact import Artifact, formats_of, read_json_confi
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.reload import Reload
 from compressor.checkpoint.sidecar import Sidecar, read_sidecar
+from compressor.checkpoint.signature import check_signature
 from compressor.checkpoint.source_checks import Pair
 from compressor.console import steps
 from compressor.errors import InputRefused, MachineLimit
@@ -36,13 +37,14 @@ def verify(
     source: Source | None,
     engine: EngineName | None = None,
     engine_python: Path | None = None,
+    public_key: Path | None = None,
     trust_remote_code: bool = False,
 ) -> list[Check]:
     """Make every check that can be made, in order from cheap to dear; never raises for a wrong checkpoint.
 
     ``source`` is the original, without which nothing is compared with it. ``engine`` starts transformers,
     or transformers and vLLM, on the checkpoint, each in a process of its own; ``engine_python`` is the
-    interpreter that has vLLM. Raises UsageError or MachineLimit when that is not there.
+    interpreter that has vLLM. ``public_key`` asks for the signature that its private half made. Raises UsageError or MachineLimit when that is not there.
     """
     python = serve.engine_interpreter(engine_python) if engine == "vllm" else None
     trusted = trust_remote_code or (source is not None and source.trust_remote_code)
@@ -53,6 +55,8 @@ def verify(
     todo: list[tuple[str, Callable[[], str]]] = [
         (name, partial(check, opened)) for name, check in _FILE_CHECKS.items()
     ]
+    if public_key is not None:
+        todo.append(("signature", partial(check_signature, public_key, opened)))
     if source is not None:
         pair = Pair(opened, source)
         todo += [(name, partial(check, pair)) for name, check in _SOURCE_CHECKS.items()]

@@ -191,6 +191,14 @@ def quantize(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    signing_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Private key (elliptic curve, PEM) to sign the checkpoint with, into model.sig.",
+            show_default=False,
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="auto (default), cpu, cuda, cuda:N.", show_default=False, rich_help_panel=_RUN),
@@ -235,6 +243,7 @@ def quantize(
             "output": output,
             "revision": revision,
             "base_model": base_model,
+            "signing_key": signing_key,
             "trust_remote_code": trust_remote_code or None,
             "allow_pickle": allow_pickle or None,
             "seed": seed,

@@ -17,6 +17,13 @@ def run(
     model: Annotated[
         str | None, typer.Option(help="Model, instead of the recipe's.", show_default=False)
     ] = None,
+    signing_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Private key (elliptic curve, PEM) to sign the checkpoint with, into model.sig.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N.", show_default=False)] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed, instead of the recipe's.", show_default=False)
@@ -45,7 +52,8 @@ def run(
     from compressor.reports.gates import raise_if_failed, raise_if_leaking
     from compressor.reports.terminal import print_report
 
-    resolved = build_recipe(recipe, {"output": output, "model": model, "device": device, "seed": seed})
+    given = {"output": output, "model": model, "device": device, "seed": seed, "signing_key": signing_key}
+    resolved = build_recipe(recipe, given)
     report = run_recipe(resolved, command="run", overwrite=overwrite, dry_run=dry_run, from_step=from_step)
     if report is None:
         note("dry run: everything that can be checked beforehand is in order")

@@ -50,6 +50,13 @@ def verify(
         Path | None,
         typer.Option(help="Interpreter that has vllm (scripts/engine_env.sh makes one).", show_default=False),
     ] = None,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also check model.sig, for the private half of this key (PEM) must have signed it.",
+            show_default=False,
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")
     ] = False,
@@ -75,6 +82,7 @@ def verify(
         source=original,
         engine=engine.value if engine is not None else None,
         engine_python=engine_python,
+        public_key=public_key,
         trust_remote_code=trust_remote_code,
     )
     failed = [check for check in checks if not check.passed]

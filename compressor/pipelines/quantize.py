@@ -20,6 +20,7 @@ from compressor.calibration.block import calibrate_block
 from compressor.calibration.stream import Stream, advance, enter_block, open_stream, outputs
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
 from compressor.checkpoint.release import write_release
+from compressor.checkpoint.signature import check_key, sign
 from compressor.checkpoint.verify import Check, verify
 from compressor.checkpoint.writer import CheckpointWriter, begun_with, refuse_source
 from compressor.console import note, steps, warn
@@ -63,6 +64,8 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
     if target is None:
         raise UsageError("output: is needed: name the directory to write with --output")
     refuse_existing(target, overwrite)
+    if recipe.signing_key is not None:
+        check_key(recipe.signing_key)
     job = prepare(recipe)
     refuse_source(target, job.source)
     job, recipe = resolve_method(job, recipe, begun=begun_with(target).get("settings"))
@@ -100,6 +103,8 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
                 f"{target}: not written: {failed[0].name}: {failed[0].detail} "
                 f"({len(failed)} of {len(checks)} checks failed; the rejected files are in {rejected})"
             )
+        if recipe.signing_key is not None:
+            sign(built, recipe.signing_key)
         writer.publish()
     return Quantized(target, recipe.quantize, job, sidecar, records, checks, peak, time.monotonic() - start)
 

@@ -21,6 +21,7 @@ from typing import Any
 from compressor.checkpoint.release import write_release
 from compressor.checkpoint.serve import engine_interpreter
 from compressor.checkpoint.sidecar import read_sidecar
+from compressor.checkpoint.signature import check_key, sign
 from compressor.checkpoint.verify import Check as CheckResult
 from compressor.console import note, warn
 from compressor.distillation.run import prepare as prepare_distillation
@@ -90,6 +91,8 @@ def run_recipe(
         raise UsageError(f"--from {from_step}: the steps of this recipe are {', '.join(steps_of(recipe))}")
     check_measured(recipe)
     check_mixed(recipe)
+    if recipe.signing_key is not None:
+        check_key(recipe.signing_key)
     # Data of the last steps is checked before the first one starts.
     if recipe.evaluate is not None:
         read_rows(recipe.evaluate.data, column=recipe.evaluate.column, split=recipe.evaluate.split)
@@ -331,6 +334,7 @@ class _Run:
             sections=hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest(),
             gate=recipe.gate.model_dump(mode="json"),
             base_model=recipe.base_model,
+            signing_key=recipe.signing_key,
             checkpoint=self._weights(),
         )
         file = self.output / REPORT_JSON
@@ -365,6 +369,8 @@ class _Run:
         # A student is no quantized copy of the model that it learned from.
         base_model = recipe.base_model if self.asked.distill is None else None
         write_release(checkpoint, base_model=base_model, report=report)
+        if recipe.signing_key is not None:
+            sign(checkpoint, recipe.signing_key)
         write_report(report, self.output, overwrite=True)
         self.record.finish("report", {})
         return report
