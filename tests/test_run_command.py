@@ -1,7 +1,6 @@
 """``compressor run``: what the run directory holds, what a second run does, gates, locks, and release files."""
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import yaml
 from conftest import Run, run_killed
 
 from compressor.checkpoint.release import write_release
-from compressor.cli.main import app
 from compressor.reports.write import read_report
 
 CARD = "---\nlicense: mit\nlanguage: en\npipeline_tag: text-generation\n---\n# The original\n"
@@ -188,26 +186,6 @@ def test_impossible_evaluations_are_seen_before_work(run: Run, recipe: Path, tmp
     assert code == 2
     assert "evaluate.sequence_length: 4096 is more than" in stderr
     assert not (tmp_path / "a").exists()
-
-
-def test_the_example_workflow_speaks_this_command_line() -> None:
-    """Every ``compressor`` line of the workflow parses, and its recipe has the gate that the workflow asks for."""
-    from typer.main import get_command
-
-    root = Path(__file__).parent.parent
-    workflow = yaml.safe_load((root / "scripts" / "ci_release.yml").read_text())
-    recipe = root / workflow["env"]["RECIPE"]
-    assert yaml.safe_load(recipe.read_text())["gate"]
-    lines = [
-        line.strip().split("||")[0].replace("$RECIPE", str(recipe)).replace("$RUN", "runs/x")
-        for step in workflow["jobs"]["compress"]["steps"]
-        for line in step.get("run", "").replace("\\\n", " ").splitlines()
-    ]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("compressor ")]
-    assert [command[0] for command in commands] == ["run", "gate", "verify"]
-    group: Any = get_command(app)
-    for name, *arguments in commands:
-        group.commands[name].make_context(name, arguments)
 
 
 def test_a_run_killed_at_any_file_ends_in_the_same_bytes(run: Run, recipe: Path, tmp_path: Path) -> None:
