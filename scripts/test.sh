@@ -10,6 +10,7 @@ source scripts/setup.sh "$venv" dev
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
 "$venv/bin/lint-imports"
+NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet
 # A process per core with one thread each: most of the time is spent in short-lived processes.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$venv/bin/python" -m pytest -q -n auto --dist loadfile "$@"
