@@ -1,8 +1,8 @@
 """Kill a whole pipeline run with SIGKILL at random moments, resume it, and compare the bytes with an unbroken run's.
 
-    python scripts/kill_at_random.py [--kills 20] [--seed 0] [--directory DIR]
+    python scripts/kill_at_random.py [--kills 20] [--seed 0] [--distill] [--directory DIR]
 
-The run distills, scans, plans, quantizes, verifies, evaluates and reports the built-in model. Compared are the checkpoint with
+The run (distills,) scans, plans, quantizes, verifies, evaluates and reports the built-in model. Compared are the checkpoint with
 all its files, the student's weights, scan, plan and lock. Prints a line for each kill; exits with 1 when any byte differs.
 """
 
@@ -23,9 +23,6 @@ import torch
 RECIPE = """\
 model: builtin
 device: cpu
-distill:
-  {student: "derive:layers=4", steps: 4, batch_size: 4, save_every: 1, track: none,
-   data: {train: TEXT, length: 64, samples: 64, evaluate_samples: 4, test_samples: 4}}
 scan: {formats: [w4g32, w8, bf16], draws: 1, data: {data: TEXT, samples: 4, sequence_length: 64}}
 plan: {budget: 6bits}
 quantize: {calibration: {data: TEXT, samples: 16, sequence_length: 128}}
@@ -34,11 +31,20 @@ evaluate: {data: TEXT, samples: 8, sequence_length: 64}
 gate: {max_kl: 10}
 """
 
+DISTILL = """\
+distill:
+  {student: "derive:layers=4", steps: 4, batch_size: 4, save_every: 1, track: none,
+   data: {train: TEXT, length: 64, samples: 64, evaluate_samples: 4, test_samples: 4}}
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--distill", action="store_true", help="begin with a distillation, which takes most of the time"
+    )
     parser.add_argument("--directory", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -48,7 +54,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         work = Path(name)
         text = shutil.copy(Path(__file__).parent.parent / "benchmarks.md", work / "text.txt")
-        (work / "recipe.yaml").write_text(RECIPE.replace("TEXT", str(text)))
+        (work / "recipe.yaml").write_text(
+            ((DISTILL if arguments.distill else "") + RECIPE).replace("TEXT", str(text))
+        )
         start = time.monotonic()
         run(work)
         whole, seconds = digests(work / "run"), time.monotonic() - start

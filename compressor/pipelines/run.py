@@ -1,4 +1,4 @@
-"""The whole pipeline of a recipe: distill, scan, plan, quantize and verify, evaluate, report and hold it to the gate.
+"""The whole pipeline of a recipe: distill, scan, plan, quantize and verify, evaluate, time, report and hold it to the gate.
 
 The run directory gets::
 
@@ -99,10 +99,10 @@ def run_recipe(
     if recipe.quantize.method != "rtn":
         calibration = recipe.quantize.calibration
         read_rows(calibration.data, column=calibration.column, split=calibration.split)
+    _check_evaluation(recipe)
     if dry_run:
         _check_only(recipe)
         return None
-    _check_evaluation(recipe)
     found = inputs(recipe)
     if recipe.locked is not None:
         check_locked(recipe.locked, found)
