@@ -65,8 +65,10 @@ def main() -> None:
         while killed < arguments.kills:
             shutil.rmtree(work / "run")
             moment = draw.uniform(0, seconds)
+            start = time.monotonic()
             if not run(work, kill_after=moment):
-                continue  # it had ended
+                seconds = time.monotonic() - start  # the machine has become faster
+                continue
             killed += 1
             at = step(work / "run")
             run(work)
@@ -94,10 +96,13 @@ def run(work: Path, kill_after: float | None = None) -> bool:
             command()
         except SystemExit as stop:
             os._exit(int(stop.code or 0))
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+    moment = time.monotonic() + (kill_after or 0)
+    ended, status = os.waitpid(child, os.WNOHANG if kill_after is not None else 0)
+    while not ended:
+        time.sleep(0.01)
+        if time.monotonic() > moment:
+            os.kill(child, signal.SIGKILL)
+        ended, status = os.waitpid(child, os.WNOHANG)
     if os.WIFSIGNALED(status):
         return True
     if os.WEXITSTATUS(status) != 0:
