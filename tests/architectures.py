@@ -41,7 +41,7 @@ _BERT = {
 class Family:
     """``model`` and ``config`` are class names in transformers; ``settings`` makes a tiny instance.
 
-    ``kind`` is what the model is for: causal, encoder or seq2seq. ``floor`` is the coverage that it must reach;
+    ``kind`` is what the model is for: causal, vision (causal, with images), encoder, seq2seq or speech. ``floor`` is the coverage that it must reach;
     ``why`` is the reason that has to be listed for what a floor below 99 % leaves out."""
 
     model: str
@@ -56,6 +56,33 @@ def _llama(name: str, *, drop: tuple[str, ...] = (), **changes: Any) -> Family:
     settings = {k: v for k, v in (_LLAMA | changes).items() if k not in drop}
     return Family(f"{name}ForCausalLM", f"{name}Config", settings)
 
+
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "initializer_range": 0.2,
+}
+_QWEN_VISION = {
+    "depth": 3,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.2,
+}
+_QWEN_VL = {
+    "text_config": {
+        **{k: v for k, v in _LLAMA.items() if k != "head_dim"},
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+    },
+    "image_token_id": 319,
+    "video_token_id": 318,
+    "vision_start_token_id": 316,
+    "vision_end_token_id": 317,
+}
 
 _MOE = {
     "num_experts_per_tok": 2,
@@ -285,6 +312,87 @@ FAMILIES: dict[str, Family] = {
             "initializer_range": 0.2,
         },
         "encoder",
+        floor=0.9,
+        why="outside the blocks",
+    ),
+    "llava": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **_VISION, "projection_dim": 32},
+            "text_config": {"model_type": "llama", **_LLAMA},
+            "image_token_id": 319,
+            "image_seq_length": 4,
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            **_QWEN_VL,
+            "vision_config": {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            **_QWEN_VL,
+            "vision_config": {
+                **_QWEN_VISION,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "gemma3_vl": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "vision_config": _VISION,
+            "text_config": {**_LLAMA, "sliding_window": 16, "query_pre_attn_scalar": 16},
+            "mm_tokens_per_image": 4,
+            "image_token_id": 319,
+            "boi_token_id": 317,
+            "eoi_token_id": 318,
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "whisper": Family(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "num_mel_bins": 16,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "max_source_positions": 50,
+            "max_target_positions": 256,
+            "init_std": 0.2,
+            "decoder_start_token_id": 1,
+            "begin_suppress_tokens": None,
+            **_SPECIAL,
+        },
+        "speech",
         floor=0.9,
         why="outside the blocks",
     ),

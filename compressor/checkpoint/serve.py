@@ -17,6 +17,7 @@ from compressor.checkpoint.artifact import Artifact
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.reload import load_in_transformers, run_process, token_sequences
 from compressor.errors import MachineLimit, UsageError
+from compressor.graph.inputs import config_reads_speech
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 16, 16
 _AGREEMENT = 0.9
@@ -58,6 +59,8 @@ def check_vllm(artifact: Artifact, python: Path, trust_remote_code: bool) -> str
     architecture = str((artifact.config.get("architectures") or [""])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise Skipped(f"{architecture} does not generate text")
+    if config_reads_speech(artifact.config):
+        raise Skipped(f"{architecture} reads speech, and the check is made of text")
     prompts = token_sequences(artifact, trust_remote_code, count=_PROMPTS, length=_PROMPT_TOKENS)
     report = _run(artifact, python, prompts)
     engine = report.get("engine", "vllm")
