@@ -457,6 +457,46 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+TITLES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 (text)",
+    "phi3": "Phi-3",
+    "falcon": "Falcon",
+    "gpt2": "GPT-2",
+    "opt": "OPT",
+    "gpt_neox": "GPT-NeoX",
+    "cohere": "Cohere",
+    "olmo2": "OLMo 2",
+    "smollm3": "SmolLM3",
+    "deepseek_v3": "DeepSeek-V3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "gpt_oss": "gpt-oss",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "jamba": "Jamba",
+    "bamba": "Bamba",
+    "bert": "BERT (classifier)",
+    "bert_mlm": "BERT (language model)",
+    "roberta": "RoBERTa (classifier)",
+    "deberta_v2": "DeBERTa-v2/v3 (classifier)",
+    "distilbert": "DistilBERT (classifier)",
+    "modernbert": "ModernBERT (classifier)",
+    "llava": "LLaVA",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "gemma3_vl": "Gemma 3 (vision)",
+    "whisper": "Whisper",
+    "t5": "T5",
+    "bart": "BART",
+    "marian": "Marian",
+}
+
+
 @cache
 def _tokenizer() -> Any:
     return make_tokenizer(pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<s>")
@@ -471,8 +511,8 @@ def make_model(
     model = getattr(transformers, family.model)(config).eval().to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1 and bool((parameter == 0).all()):
-                parameter.normal_(0, 0.1)  # biases that begin at zero would hide one that goes missing
+            if bool((parameter == 0).all()):
+                parameter.normal_(0, 0.1)  # zeros would hide that one goes missing
     return model
 
 
@@ -503,7 +543,10 @@ def random_changes(name: str, seed: int) -> dict[str, Any]:
         return {**common, "n_embd": hidden, "n_head": heads, "n_inner": inner, "n_layer": layers}
     if name == "distilbert":
         return {**common, "dim": hidden, "n_heads": heads, "hidden_dim": inner, "n_layers": layers}
-    if name in ("bart", "marian"):
+    if FAMILIES[name].kind == "vision":  # its language model varies
+        text = known["text_config"] | common | {"intermediate_size": inner, "num_hidden_layers": layers}
+        return {"text_config": text | {"num_key_value_heads": rng.choice([1, 2, 4])}}
+    if name in ("bart", "marian", "whisper"):
         sides = ("encoder", "decoder")
         return {
             "vocab_size": common["vocab_size"],

@@ -105,11 +105,10 @@ def quantization_config(
     Targets are exact names, so that no layer can match two groups and no rule of precedence (in which
     compressed-tensors and vLLM differ) ever decides; vLLM translates exact names, but not regular
     expressions, where it renames modules. ``ignore`` names all that stays as it is, including a tied
-    head. Layers that ``stored_as`` has another name for are listed by both: transformers goes by the names in memory,
-    other tools by those in the checkpoint, and vLLM translates either. transformers
+    head, and by the names in ``stored_as`` too where the checkpoint has other ones than transformers. Targets have the
+    names in memory alone: transformers goes by these and warns of all others, and vLLM translates them. transformers
     takes the first group for that of the experts. Only keys that compressed-tensors 0.17 knows are written.
     """
-    stored_as = stored_as or {}
     experts = {layer.name for layer in graph.layers if layer.form == "expert"}
     targets: dict[str, list[str]] = {}
     for name, assignment in plan.quantized().items():
@@ -117,13 +116,12 @@ def quantization_config(
     groups = {}
     ordered = sorted(targets.items(), key=lambda group: (experts.isdisjoint(group[1]), group[0]))
     for index, (name, layers) in enumerate(ordered):
-        both = [*layers, *(stored_as[layer] for layer in layers if layer in stored_as)]
-        groups[f"group_{index}"] = {"targets": both, **scheme(parse_format(name))}
+        groups[f"group_{index}"] = {"targets": layers, **scheme(parse_format(name))}
     stored = sorted({group["format"] for group in groups.values()})
     ignore = list(plan.kept())
     if graph.head and graph.head not in plan.layers:
         ignore.append(graph.head)
-    ignore += [stored_as[name] for name in ignore if name in stored_as]
+    ignore += [(stored_as or {})[name] for name in ignore if name in (stored_as or {})]
     return {
         "quant_method": "compressed-tensors",
         "version": compressed_tensors.__version__,

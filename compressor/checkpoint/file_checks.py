@@ -85,18 +85,15 @@ def check_targets(artifact: Artifact) -> str:
     """Every quantized layer resolves to exactly one group, and every named target is a quantized layer."""
     quantization = artifact.quantization
     groups = quantization["config_groups"]
-    known = set(artifact.formats)
-    if artifact.sidecar is not None:
-        known |= set(artifact.sidecar.stored_as.values())
     for name, group in groups.items():
         for target in group["targets"]:
             if is_class(target):
                 if artifact.sidecar is not None:
                     raise Failed(f"{name}: targets the class {target}, which engines understand differently")
-            elif not target.startswith("re:") and target not in known:
+            elif not target.startswith("re:") and target not in artifact.formats:
                 raise Failed(f"{target}: is a target of {name}, but no quantized tensors are stored for it")
     find = group_finder(quantization)
-    for layer in sorted(known):
+    for layer in artifact.formats:
         if is_ignored(quantization, layer):
             raise Failed(f"{layer}: is ignored by the config, but quantized tensors are stored for it")
         found = find(layer)

@@ -62,7 +62,13 @@ def check_vllm(artifact: Artifact, python: Path, trust_remote_code: bool) -> str
     if config_reads_speech(artifact.config):
         raise Skipped(f"{architecture} reads speech, and the check is made of text")
     prompts = token_sequences(artifact, trust_remote_code, count=_PROMPTS, length=_PROMPT_TOKENS)
-    report = _run(artifact, python, prompts)
+    return judge(artifact, prompts, _run(artifact, python, prompts), trust_remote_code)
+
+
+def judge(
+    artifact: Artifact, prompts: list[list[int]], report: dict[str, Any], trust_remote_code: bool
+) -> str:
+    """What ``engine_vllm`` reports of ``prompts``, by :func:`check_vllm`'s rule. Raises Failed."""
     engine = report.get("engine", "vllm")
     if report["stage"] != "done":
         if report["stage"] == "run" and report["no_kernel"]:

@@ -96,7 +96,7 @@ def prepare(recipe: Recipe) -> Job:
 
     warnings = _fallbacks(plan)
     if gap := transformers_gap(skeleton, graph, plan):
-        warnings.append(f"{gap}: vLLM and compressor itself load the checkpoint, transformers alone does not")
+        warnings.append(f"{gap}: compressor itself loads the checkpoint, transformers alone does not")
     tokens = None
     if rows is not None:
         tokens = tokenize(
