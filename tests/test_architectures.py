@@ -17,8 +17,8 @@ from fuzzing import fuzz_once
 from safetensors.torch import load_file, save_file
 
 from compressor.calibration.stream import advance, enter_block, open_stream, outputs
-from compressor.checkpoint.artifact import open_artifact
-from compressor.checkpoint.reload import dense_model
+from compressor.checkpoint.artifact import Artifact, open_artifact
+from compressor.checkpoint.reload import dense_model, token_sequences
 from compressor.checkpoint.writer import CheckpointWriter
 from compressor.distillation import run as distill_run
 from compressor.distillation.latency import Latency
@@ -576,6 +576,16 @@ def test_towers_stay_and_images_are_answered_alike(name: str, scheme: str, tmp_p
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     assert float((after - before).std() / before.std()) < 0.7
     assert not torch.allclose(after, blank)
+
+
+def test_configs_that_leave_out_defaults(tmp_path: Path) -> None:
+    """Gemma 3's published ones do not state the vocabulary."""
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    artifact = Artifact(tmp_path, config, {}, None, {})
+    sequences = token_sequences(artifact, False, count=2, length=8)
+    assert [len(ids) for ids in sequences] == [8, 8]
+    assert max(map(max, sequences)) > 320
 
 
 def test_a_killed_run_goes_on_where_names_on_disk_differ(
