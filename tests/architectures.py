@@ -41,7 +41,7 @@ _BERT = {
 class Family:
     """``model`` and ``config`` are class names in transformers; ``settings`` makes a tiny instance.
 
-    ``kind`` is what the model is for: causal, encoder or seq2seq. ``floor`` is the coverage that it must reach;
+    ``kind`` is what the model is for: causal, vision (causal, with images), encoder, seq2seq or speech. ``floor`` is the coverage that it must reach;
     ``why`` is the reason that has to be listed for what a floor below 99 % leaves out."""
 
     model: str
@@ -56,6 +56,33 @@ def _llama(name: str, *, drop: tuple[str, ...] = (), **changes: Any) -> Family:
     settings = {k: v for k, v in (_LLAMA | changes).items() if k not in drop}
     return Family(f"{name}ForCausalLM", f"{name}Config", settings)
 
+
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "initializer_range": 0.2,
+}
+_QWEN_VISION = {
+    "depth": 3,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.2,
+}
+_QWEN_VL = {
+    "text_config": {
+        **{k: v for k, v in _LLAMA.items() if k != "head_dim"},
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+    },
+    "image_token_id": 319,
+    "video_token_id": 318,
+    "vision_start_token_id": 316,
+    "vision_end_token_id": 317,
+}
 
 _MOE = {
     "num_experts_per_tok": 2,
@@ -288,6 +315,87 @@ FAMILIES: dict[str, Family] = {
         floor=0.9,
         why="outside the blocks",
     ),
+    "llava": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **_VISION, "projection_dim": 32},
+            "text_config": {"model_type": "llama", **_LLAMA},
+            "image_token_id": 319,
+            "image_seq_length": 4,
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            **_QWEN_VL,
+            "vision_config": {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            **_QWEN_VL,
+            "vision_config": {
+                **_QWEN_VISION,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "gemma3_vl": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "vision_config": _VISION,
+            "text_config": {**_LLAMA, "sliding_window": 16, "query_pre_attn_scalar": 16},
+            "mm_tokens_per_image": 4,
+            "image_token_id": 319,
+            "boi_token_id": 317,
+            "eoi_token_id": 318,
+        },
+        "vision",
+        floor=0.35,
+        why="outside the language model",
+    ),
+    "whisper": Family(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "num_mel_bins": 16,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "max_source_positions": 50,
+            "max_target_positions": 256,
+            "init_std": 0.2,
+            "decoder_start_token_id": 1,
+            "begin_suppress_tokens": None,
+            **_SPECIAL,
+        },
+        "speech",
+        floor=0.9,
+        why="outside the blocks",
+    ),
     "t5": Family(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -349,6 +457,46 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+TITLES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 (text)",
+    "phi3": "Phi-3",
+    "falcon": "Falcon",
+    "gpt2": "GPT-2",
+    "opt": "OPT",
+    "gpt_neox": "GPT-NeoX",
+    "cohere": "Cohere",
+    "olmo2": "OLMo 2",
+    "smollm3": "SmolLM3",
+    "deepseek_v3": "DeepSeek-V3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "gpt_oss": "gpt-oss",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "jamba": "Jamba",
+    "bamba": "Bamba",
+    "bert": "BERT (classifier)",
+    "bert_mlm": "BERT (language model)",
+    "roberta": "RoBERTa (classifier)",
+    "deberta_v2": "DeBERTa-v2/v3 (classifier)",
+    "distilbert": "DistilBERT (classifier)",
+    "modernbert": "ModernBERT (classifier)",
+    "llava": "LLaVA",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "gemma3_vl": "Gemma 3 (vision)",
+    "whisper": "Whisper",
+    "t5": "T5",
+    "bart": "BART",
+    "marian": "Marian",
+}
+
+
 @cache
 def _tokenizer() -> Any:
     return make_tokenizer(pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<s>")
@@ -363,8 +511,8 @@ def make_model(
     model = getattr(transformers, family.model)(config).eval().to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1 and bool((parameter == 0).all()):
-                parameter.normal_(0, 0.1)  # biases that begin at zero would hide one that goes missing
+            if bool((parameter == 0).all()):
+                parameter.normal_(0, 0.1)  # zeros would hide that one goes missing
     return model
 
 
@@ -395,7 +543,10 @@ def random_changes(name: str, seed: int) -> dict[str, Any]:
         return {**common, "n_embd": hidden, "n_head": heads, "n_inner": inner, "n_layer": layers}
     if name == "distilbert":
         return {**common, "dim": hidden, "n_heads": heads, "hidden_dim": inner, "n_layers": layers}
-    if name in ("bart", "marian"):
+    if FAMILIES[name].kind == "vision":  # its language model varies
+        text = known["text_config"] | common | {"intermediate_size": inner, "num_hidden_layers": layers}
+        return {"text_config": text | {"num_key_value_heads": rng.choice([1, 2, 4])}}
+    if name in ("bart", "marian", "whisper"):
         sides = ("encoder", "decoder")
         return {
             "vocab_size": common["vocab_size"],

@@ -9,36 +9,72 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
-from architectures import FAMILIES, make_model, save_family
+from architectures import FAMILIES, TITLES, make_model, save_family
 from cli import run_here
 from fuzzing import fuzz_once
 from safetensors.torch import load_file, save_file
 
 from compressor.calibration.stream import advance, enter_block, open_stream, outputs
+from compressor.checkpoint.artifact import Artifact, open_artifact
+from compressor.checkpoint.reload import dense_model, token_sequences
+from compressor.checkpoint.writer import CheckpointWriter
 from compressor.distillation import run as distill_run
 from compressor.distillation.latency import Latency
 from compressor.errors import InputRefused
 from compressor.evaluation.load import load_for_evaluation
 from compressor.graph import build_skeleton, discover, load
 from compressor.graph.experts import all_tokens_seen
+from compressor.graph.inputs import token_inputs
 from compressor.sources import tensors
 from compressor.sources.model import load_tokenizer, open_model
 
 SUPPORTED = [name for name in FAMILIES if name != "gpt_oss"]
-SCANNED = [n for n in SUPPORTED if FAMILIES[n].kind == "causal" or n == "bert_mlm"]
-SEQ2SEQ = [n for n in SUPPORTED if FAMILIES[n].kind == "seq2seq"]
+SCANNED = [n for n in SUPPORTED if FAMILIES[n].kind in ("causal", "vision") or n == "bert_mlm"]
+SEQ2SEQ = [n for n in SUPPORTED if FAMILIES[n].kind in ("seq2seq", "speech")]
+VISION = [n for n in SUPPORTED if FAMILIES[n].kind == "vision"]
 CLASSIFIERS = [n for n in SUPPORTED if FAMILIES[n].kind == "encoder" and n != "bert_mlm"]
+EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "jamba"]
+GAPS = {"gpt2": "Conv1D", "mamba": "out_proj", "mamba2": "out_proj"}  # what transformers alone does not load
+NOT_DISTILLED = {"jamba": "no student can be derived", "whisper": "speech"}
 FEW = ("--samples", 4, "--sequence-length", 32)
 
 
-def test_the_readme_lists_every_family() -> None:
-    """A row for each, so that none is claimed without a test or tested without being listed."""
-    text = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-    table = text[text.index("## Models") : text.index("## Mixed precision")]
-    plain = table.lower().replace("-", "").replace(" ", "").replace("_", "")
+def cells(name: str, vllm: dict[str, Any]) -> tuple[str, ...]:
+    """A family's row of the README's table, from the lists that say how its tests have to end."""
+    speech = FAMILIES[name].kind == "speech"
+    notes = [note for note, names in (("¹", GAPS), ("³", EXPERTS), ("⁶", VISION)) if name in names]
+    quantize = " ".join(["yes", *notes]) if name in SUPPORTED else "no ⁴"
+    if name in SCANNED:
+        scan = "yes ³" if name in EXPERTS else "yes"
+    else:
+        scan = "by output error ⁵" if name in CLASSIFIERS else "no ⁴"
+    distill = "yes ²" if name in (*EXPERTS, "gpt2") else "yes"
+    outcomes = {scheme: found["outcome"] for scheme, found in vllm["families"][name].items()}
+    loads = ", ".join(scheme for scheme, outcome in outcomes.items() if outcome == "yes")
+    if not loads:
+        loads = "not run ⁸" if "not run" in outcomes.values() else "no ⁷"
+    return (
+        "rtn only ⁴" if speech else quantize,
+        scan,
+        "no ⁴" if name in NOT_DISTILLED else distill,
+        "–" if name not in SUPPORTED else loads,
+    )
+
+
+def test_the_readme_has_a_cell_for_every_test() -> None:
+    """So that nothing is claimed without a test or tested without being listed."""
+    root = Path(__file__).parents[1]
+    vllm = json.loads((root / "tests" / "data" / "vllm_families.json").read_text("utf-8"))
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name in FAMILIES:
-        assert name.removesuffix("_mlm").replace("_", "") in plain, name
+        rows.setdefault(cells(name, vllm), []).append(TITLES[name])
+    table = "| family | quantize | scan, plan | distill | vLLM loads |\n|---|---|---|---|---|\n"
+    table += "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in rows.items())
+    text = (root / "README.md").read_text("utf-8")
+    assert table in text, f"the README's table should be\n\n{table}"
+    assert f"vLLM {vllm['vllm']} on {vllm['processor']}" in text
 
 
 def refused(result: tuple[int, str, str], *words: str) -> str:
@@ -73,6 +109,11 @@ def test_quantize_verify_reload(name: str, method: str, tmp_path: Path) -> None:
         tmp_path / "model", name, dtype=torch.float32 if method == "gptq" else torch.bfloat16
     )
     data = FEW if method == "gptq" else ()
+    if family.kind == "speech" and method == "gptq":
+        refused(
+            run_here("quantize", source, "-o", tmp_path / "q", *data), "WhisperFor", "speech", "--method rtn"
+        )
+        return
     sidecar = quantized(source, tmp_path / "q", "--scheme", "w4g32", "--method", method, *data)
     coverage = sidecar["coverage"]
     assert coverage["ratio"] >= family.floor
@@ -183,8 +224,8 @@ def test_distill(name: str, tmp_path: Path) -> None:
         "distill", source, "-o", tmp_path / "student", "--student", "derive:layers=1", "--data", tmp_path / "rows.jsonl",
         "--steps", 1, "--batch-size", 2, "--length", 16,
     )  # fmt: skip
-    if name == "jamba":  # its layers differ from each other, so none can be left out
-        refused(result, "no student can be derived")
+    if name in NOT_DISTILLED:  # Jamba's layers differ from each other, so none can be left out
+        refused(result, NOT_DISTILLED[name])
         return
     assert result[0] == 0, result[2]
     student = load_for_evaluation(tmp_path / "student")
@@ -210,9 +251,11 @@ def test_inspect_reads_no_weights_and_says_what_is_skipped(
     assert found["coverage"]["ratio"] >= (0.1 if name == "gpt_oss" else FAMILIES[name].floor)
     assert bool(found["unsupported"]) == (name == "gpt_oss")
     listed = {layer for unit in found["units"] for layer in unit["layers"]} | set(found["kept"])
-    for tensor in load_file(source / "model.safetensors"):
+    called = {entry.name: name for name, entry in build_skeleton(open_model(str(source))).stored.items()}
+    for stored in load_file(source / "model.safetensors"):
+        tensor = called[stored]
         layer = tensor.rpartition(".")[0]
-        shape = load_file(source / "model.safetensors")[tensor].shape
+        shape = load_file(source / "model.safetensors")[stored].shape
         if sum(side > 1 for side in shape) > 1 and "embed_out" not in tensor:
             assert (
                 layer in listed
@@ -241,7 +284,7 @@ def test_experts_in_one_tensor_are_refused_and_may_be_kept_by_name(tmp_path: Pat
     assert set(sidecar["coverage"]["uncovered"].values()) == {"ignored by the user", "router"}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize("name", EXPERTS)
 def test_experts_compute_what_transformers_computes_and_all_tokens_change_nothing(
     name: str, tmp_path: Path
 ) -> None:
@@ -391,9 +434,7 @@ def test_formats_that_a_form_of_layer_cannot_have(
     assert not (tmp_path / "q").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "word"), [("gpt2", "Conv1D"), ("mamba", "out_proj"), ("mamba2", "out_proj")]
-)
+@pytest.mark.parametrize(("name", "word"), GAPS.items())
 def test_what_transformers_alone_cannot_load_is_said(name: str, word: str, tmp_path: Path) -> None:
     """A user of transformers is told before the work, and one who asks for it is refused."""
     source = save_family(tmp_path / "model", name)
@@ -461,6 +502,157 @@ def test_recovery_trains_linear_layers_and_refuses_others(name: str, tmp_path: P
         refused(result, "cannot be trained while quantized")
     else:
         assert result[0] == 0, result[2]
+
+
+PROCESSOR = {
+    "preprocessor_config.json": b'{"image_mean": [0.5, 0.5, 0.5], "size": {"height": 28, "width": 28} }',
+    "processor_config.json": b'{"image_seq_length": 4}\r\n',
+    "video_preprocessor_config.json": b'{"fps": 2}',
+    "chat_template.json": b'{"chat_template": "{{ messages }}"}',
+}
+ON_DISK = {  # what checkpoints call the language model and what is beside it
+    "llava": ("language_model.model.layers.0.", "vision_tower.", "multi_modal_projector."),
+    "gemma3_vl": ("language_model.model.layers.0.", "vision_tower.", "multi_modal_projector."),
+    "qwen2_vl": ("model.layers.0.", "visual."),
+    "qwen2_5_vl": ("model.layers.0.", "visual."),
+}
+
+
+def image_inputs(name: str) -> dict[str, torch.Tensor]:
+    """One image of four tokens between words."""
+    ids = torch.tensor([[5, 9, 316, 319, 319, 319, 319, 317, 12, 40, 7]])
+    random = torch.Generator().manual_seed(3)
+    if name.startswith("qwen"):
+        pixels = torch.randn(16, 3 * 2 * 14 * 14, generator=random)
+        kinds = (ids == 319).int()
+        return {
+            "input_ids": ids,
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": kinds,
+        }
+    return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=random)}
+
+
+@pytest.mark.parametrize("scheme", ["w4g32", "w8a8"])
+@pytest.mark.parametrize("name", VISION)
+def test_towers_stay_and_images_are_answered_alike(name: str, scheme: str, tmp_path: Path) -> None:
+    """Names on disk are the source's, vision tower and projector are untouched, and an image gives the logits that
+    the stored bytes mean."""
+    source = save_family(tmp_path / "model", name)
+    for file, content in PROCESSOR.items():
+        (source / file).write_bytes(content)
+    code, _, err = run_here("quantize", source, "-o", tmp_path / "q", "--scheme", scheme, *FEW)
+    assert code == 0, err
+    assert "calibrated on text alone" in err
+    for file, content in PROCESSOR.items():
+        assert (tmp_path / "q" / file).read_bytes() == content
+    stored, written = (load_file(tmp_path / d / "model.safetensors") for d in ("model", "q"))
+    language, *towers = ON_DISK[name]
+    kept = [tensor for tensor in stored if tensor.startswith(tuple(towers))]
+    assert len(kept) > 20
+    assert all(torch.equal(written[tensor], stored[tensor]) for tensor in kept)
+    assert f"{language}self_attn.q_proj.weight" in stored
+    assert f"{language}self_attn.q_proj.weight_scale" in written
+    assert {t.rpartition(".")[0] for t in written} == {t.rpartition(".")[0] for t in stored}
+
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    tower_layers = {t.removesuffix(".weight") for t in kept if stored[t].dim() == 2 and t.endswith(".weight")}
+    assert tower_layers <= set(config["ignore"])
+    assert not any(pattern.startswith("re:") for pattern in [*config["ignore"], *group["targets"]])
+    assert "model.language_model.layers.0.self_attn.q_proj" in group["targets"]
+
+    artifact = open_artifact(tmp_path / "q")
+    model = load_for_evaluation(tmp_path / "q")
+    ours = dense_model(
+        artifact, {"class": FAMILIES[name].model, "dtype": "float32", "dtypes": {}, "prefix": "model"}
+    )
+    with torch.inference_mode():
+        inputs = image_inputs(name)
+        before = make_model(name)(**inputs).logits
+        after, expected = model(**inputs).logits, ours(**inputs).logits
+        blank = model(**inputs | {"pixel_values": torch.zeros_like(inputs["pixel_values"])}).logits
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+    assert float((after - before).std() / before.std()) < 0.7
+    assert not torch.allclose(after, blank)
+
+
+def test_configs_that_leave_out_defaults(tmp_path: Path) -> None:
+    """Gemma 3's published ones do not state the vocabulary."""
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    artifact = Artifact(tmp_path, config, {}, None, {})
+    sequences = token_sequences(artifact, False, count=2, length=8)
+    assert [len(ids) for ids in sequences] == [8, 8]
+    assert max(map(max, sequences)) > 320
+
+
+def test_a_killed_run_goes_on_where_names_on_disk_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_family(tmp_path / "model", "llava")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ("quantize", source, "--scheme", "w4g32", *FEW, "-o")
+    assert run_here(*command, tmp_path / "whole")[0] == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointWriter, "finish", killed)
+        assert run_here(*command, tmp_path / "q")[0] == 130
+    code, _, err = run_here(*command, tmp_path / "q")
+    assert code == 0, err
+    assert "going on after 2 finished blocks" in err
+    files = [tmp_path / d / "model.safetensors" for d in ("whole", "q")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.usefixtures("no_latency")
+@pytest.mark.parametrize("name", VISION)
+def test_a_student_keeps_the_tower_and_the_processor(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "model", name)
+    (source / "preprocessor_config.json").write_bytes(PROCESSOR["preprocessor_config.json"])
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"the quick brown fox {i} jumps over the lazy dog"}) for i in range(12))
+    )
+    data = ("--data", tmp_path / "rows.jsonl", "--steps", 12, "--batch-size", 4, "--length", 16, "--learning-rate", "3e-3")  # fmt: skip
+    code, _, err = run_here("distill", source, "-o", tmp_path / "s", "--student", "derive:layers=1", *data)
+    assert code == 0, err
+    content = (tmp_path / "s" / "preprocessor_config.json").read_bytes()
+    assert content == PROCESSOR["preprocessor_config.json"]
+    stored, written = (load_file(tmp_path / d / "model.safetensors") for d in ("model", "s"))
+    towers = ON_DISK[name][1:]
+    assert all(torch.equal(written[t], stored[t]) for t in stored if t.startswith(towers))
+    language = ON_DISK[name][0]
+    assert not torch.equal(written[f"{language}mlp.up_proj.weight"], stored[f"{language}mlp.up_proj.weight"])
+
+
+def test_speech_keeps_its_processor_and_hears_features(tmp_path: Path) -> None:
+    """Reloaded, the model answers on features as the stored bytes mean; what is heard matters."""
+    source = save_family(tmp_path / "model", "whisper")
+    content = b'{"feature_extractor_type": "WhisperFeatureExtractor",  "feature_size": 16}'
+    (source / "preprocessor_config.json").write_bytes(content)
+    quantized(source, tmp_path / "q", "--scheme", "w8a8", "--method", "rtn")
+    assert (tmp_path / "q" / "preprocessor_config.json").read_bytes() == content
+    stored, written = (load_file(tmp_path / d / "model.safetensors") for d in ("model", "q"))
+    for name in ("conv1.weight", "conv2.weight", "embed_positions.weight"):
+        assert torch.equal(written[f"model.encoder.{name}"], stored[f"model.encoder.{name}"])
+    assert written["model.encoder.layers.0.fc1.weight"].dtype == torch.int8
+    model = load_for_evaluation(tmp_path / "q")
+    inputs = token_inputs(model, torch.tensor([[1, 5, 9]]))
+    assert set(inputs) == {"input_features", "decoder_input_ids"}
+    with torch.inference_mode():
+        first = model(**inputs).logits
+        other = model(**inputs | {"input_features": -inputs["input_features"]}).logits
+    assert not torch.allclose(first, other)
+
+
+def test_models_of_images_alone_are_refused(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=28, patch_size=14)  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    command = ("quantize", tmp_path / "model", "-o", tmp_path / "q", "--method", "rtn")
+    refused(run_here(*command), "ViTForImageClassification", "pixel_values")
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
 from compressor.errors import InputRefused
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, load, unload
+from compressor.graph.inputs import is_causal, token_inputs
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class _BlocksReached(Exception):
 
 
 def _record(
-    model: nn.Module, graph: ModelGraph, stream: Stream, number: int, first: int, last: int
+    model: PreTrainedModel, graph: ModelGraph, stream: Stream, number: int, first: int, last: int
 ) -> tuple[Tensor, list[BlockCall]]:
     """The inputs of block ``first`` for batch ``number``, and the calls of the blocks from there to ``last``."""
     start: list[Tensor] = []
@@ -258,7 +260,7 @@ def _record(
     return start[0], calls
 
 
-def _count_outputs(model: nn.Module, graph: ModelGraph, stream: Stream, first: int, last: int) -> int:
+def _count_outputs(model: PreTrainedModel, graph: ModelGraph, stream: Stream, first: int, last: int) -> int:
     """How many values the model expects of the blocks from ``first`` to ``last``: 0 for a plain tensor.
 
     Found by trying: each block gets what the one before it is said to return, which goes wrong at once when the
@@ -342,33 +344,28 @@ def _patched(
             del block.forward
 
 
-def _model_inputs(model: nn.Module, stream: Stream, number: int) -> dict[str, Any]:
+def _model_inputs(model: PreTrainedModel, stream: Stream, number: int) -> dict[str, Any]:
     batch = stream.batches[number]
     input_ids, mask = stream.input_ids[batch], stream.valid[batch]
-    inputs: dict[str, Any] = {"input_ids": input_ids.to(stream.device)}
+    inputs = token_inputs(model, input_ids.to(stream.device))
     # Right padding needs no mask in a causal model: no real token sees the padding after it.
-    if not bool(mask.all()) and not _is_causal(model):
+    if not bool(mask.all()) and not is_causal(model):
         inputs["attention_mask"] = mask.to(device=stream.device, dtype=torch.long)
-    if getattr(model.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = inputs["input_ids"]  # it reads the text that it has just been told
-        inputs["use_cache"] = False
-    elif _is_causal(model):
+    if model.config.is_encoder_decoder or is_causal(model):
         inputs["use_cache"] = False
     return inputs
 
 
-def _is_causal(model: nn.Module) -> bool:
-    return "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-
-
 def _top_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
-    """The largest submodules that hold no block and have parameters, with their paths."""
+    """The largest submodules that hold no block and have parameters, with their paths; without those that text does
+    not pass through."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(path: str, module: nn.Module) -> None:
         inside = [b for b in graph.blocks if b == path or b.startswith(f"{path}." if path else "")]
         if not inside:
-            if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+            filled = any(True for _ in (*module.parameters(), *module.buffers()))
+            if filled and path not in graph.towers:
                 found.append((path, module))
         elif path not in graph.blocks:
             for name, child in module.named_children():

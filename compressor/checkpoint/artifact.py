@@ -22,7 +22,10 @@ _MARKS = (".weight_packed", ".weight_scale")  # tensors that only a quantized la
 @dataclass(frozen=True)
 class Artifact:
     """``formats`` maps every layer that has quantized tensors to its format by the config's groups; None
-    is a scheme that compressor has no name for (asymmetric, static activations, …)."""
+    is a scheme that compressor has no name for (asymmetric, static activations, …).
+
+    Quantized layers are called as transformers has them in memory, as far as the sidecar says that it has them under
+    other names, and so are their tensors in ``tensors``; an entry's own name is the one it is stored under."""
 
     path: Path
     config: dict[str, Any]
@@ -45,23 +48,32 @@ class Artifact:
 
     def read(self, layer: str) -> dict[str, Tensor]:
         """The tensors of one layer, by their full names, in memory."""
-        return {entry.name: read_tensor(entry) for entry in self.by_layer[layer].values()}
+        return {f"{layer}.{leaf}": read_tensor(entry) for leaf, entry in self.by_layer[layer].items()}
 
 
 def open_artifact(directory: Path) -> Artifact:
     """The checkpoint in ``directory``. Raises InputRefused when it is not a readable compressed-tensors one."""
-    config, tensors, sidecar = (
-        read_json_config(directory),
-        index_directory(directory),
-        read_sidecar(directory),
+    return make_artifact(
+        directory, read_json_config(directory), index_directory(directory), read_sidecar(directory)
     )
+
+
+def make_artifact(
+    directory: Path, config: dict[str, Any], tensors: dict[str, TensorEntry], sidecar: Sidecar | None
+) -> Artifact:
+    """The checkpoint of these parts. Raises InputRefused when its config groups cannot be read."""
+    names = {} if sidecar is None else {stored: name for name, stored in sidecar.stored_as.items()}
+    called = {}
+    for full, entry in tensors.items():
+        layer, _, leaf = full.rpartition(".")
+        called[f"{names[layer]}.{leaf}" if layer in names and leaf != "bias" else full] = entry
     try:
-        formats = formats_of(config["quantization_config"], tensors)
+        formats = formats_of(config["quantization_config"], called)
     except Exception as error:  # third-party JSON of any shape
         raise InputRefused(
             f"{directory / 'config.json'}: its config groups cannot be read ({error!r})"
         ) from None
-    return Artifact(directory, config, tensors, sidecar, formats)
+    return Artifact(directory, config, called, sidecar, formats)
 
 
 def read_json_config(directory: Path) -> dict[str, Any]:

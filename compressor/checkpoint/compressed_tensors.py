@@ -105,7 +105,8 @@ def quantization_config(
     Targets are exact names, so that no layer can match two groups and no rule of precedence (in which
     compressed-tensors and vLLM differ) ever decides; vLLM translates exact names, but not regular
     expressions, where it renames modules. ``ignore`` names all that stays as it is, including a tied
-    head, and by the names in ``stored_as`` too where the checkpoint has other ones than transformers. transformers
+    head, and by the names in ``stored_as`` too where the checkpoint has other ones than transformers. Targets have the
+    names in memory alone: transformers goes by these and warns of all others, and vLLM translates them. transformers
     takes the first group for that of the experts. Only keys that compressed-tensors 0.17 knows are written.
     """
     experts = {layer.name for layer in graph.layers if layer.form == "expert"}

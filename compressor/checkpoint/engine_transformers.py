@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.errors import CompressorError
-from compressor.evaluation.load import load_for_evaluation, token_inputs
+from compressor.evaluation.load import load_for_evaluation
+from compressor.graph.inputs import token_inputs
 
 
 def answers(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
     python engine_vllm.py REQUEST.json REPORT.json
 
-The request holds ``model``, ``prompts`` (lists of token ids) and ``max_tokens``. The report says how far it
+The request holds ``model``, ``prompts`` (lists of token ids), ``max_tokens``, and perhaps ``options`` of vLLM's. The report says how far it
 got: ``stage`` is load, run or done; ``error`` what stopped it; ``no_kernel`` whether that was only a missing
 kernel for this processor; ``tokens`` what was generated; ``int8_error`` how far INT8 products are off here.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 # In this process, so that an error arrives with its cause instead of as "engine core failed".
@@ -27,7 +28,8 @@ def serve(request: dict[str, Any], report: dict[str, Any]) -> None:
 
     report["engine"] = f"vllm {vllm.__version__}"
     longest = max(len(prompt) for prompt in request["prompts"]) + request["max_tokens"]
-    engine = vllm.LLM(model=request["model"], enforce_eager=True, max_model_len=longest, seed=0)
+    options = {"enforce_eager": True, "max_model_len": longest, "seed": 0, **request.get("options", {})}
+    engine = vllm.LLM(model=request["model"], **options)
     report["stage"] = "run"
     report["dtype"] = str(engine.llm_engine.model_config.dtype).removeprefix("torch.")
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
@@ -62,12 +64,12 @@ def int8_error() -> float | None:
         return None
 
 
-def main() -> None:
-    with open(sys.argv[1], encoding="utf-8") as stream:
-        request = json.load(stream)
-    report: dict[str, Any] = {"stage": "load", "no_kernel": False}
+def answer(
+    how: Callable[[dict[str, Any], dict[str, Any]], None], request: dict[str, Any], report: dict[str, Any]
+) -> None:
+    """Call ``how`` and put into ``report`` what stopped it."""
     try:
-        serve(request, report)
+        how(request, report)
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         # An engine may warm up while it starts: by then the weights were loaded.
@@ -79,6 +81,13 @@ def main() -> None:
         missing = isinstance(error, AttributeError) and "_OpNamespace" in str(error)
         report["no_kernel"] = missing or isinstance(error, NotImplementedError)
         traceback.print_exc()
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as stream:
+        request = json.load(stream)
+    report: dict[str, Any] = {"stage": "load", "no_kernel": False}
+    answer(serve, request, report)
     with open(sys.argv[2], "w", encoding="utf-8") as stream:
         json.dump(report, stream)
     sys.stdout.flush()

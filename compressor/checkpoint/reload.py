@@ -262,17 +262,19 @@ def token_sequences(
 ) -> list[list[int]]:
     """``count`` sequences of built-in text in the checkpoint's own tokens, or of arbitrary tokens if it has no
     tokenizer; shorter than ``length`` where the model's positions end before."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    text_config = artifact.config.get("text_config", artifact.config)
-    limit = text_config.get("max_position_embeddings") or length
+    # Published configs leave out what is the class's default, so the file alone does not say.
+    config = AutoConfig.from_pretrained(artifact.path, trust_remote_code=trust_remote_code).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or length
     length = max(4, min(length, limit // 2))
-    vocabulary = text_config.get("vocab_size")
+    vocabulary = config.vocab_size
     try:
         tokenizer = AutoTokenizer.from_pretrained(artifact.path, trust_remote_code=trust_remote_code)
         texts = [document.text for document in builtin_text("test") if len(document.text) > 8 * length]
         sequences = [tokenizer(text)["input_ids"][:length] for text in texts[:count]]
-        if len(sequences) == count and all(sequences) and max(map(max, sequences)) < vocabulary:
+        whole = len(sequences) == count and all(len(ids) == length for ids in sequences)
+        if whole and max(map(max, sequences)) < vocabulary:
             return sequences
     except Exception:  # whatever is wrong with the tokenizer, weights can be compared without it
         pass

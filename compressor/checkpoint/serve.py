@@ -17,6 +17,7 @@ from compressor.checkpoint.artifact import Artifact
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.reload import load_in_transformers, run_process, token_sequences
 from compressor.errors import MachineLimit, UsageError
+from compressor.graph.inputs import config_reads_speech
 
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 8, 16, 16
 _AGREEMENT = 0.9
@@ -58,8 +59,16 @@ def check_vllm(artifact: Artifact, python: Path, trust_remote_code: bool) -> str
     architecture = str((artifact.config.get("architectures") or [""])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise Skipped(f"{architecture} does not generate text")
+    if config_reads_speech(artifact.config):
+        raise Skipped(f"{architecture} reads speech, and the check is made of text")
     prompts = token_sequences(artifact, trust_remote_code, count=_PROMPTS, length=_PROMPT_TOKENS)
-    report = _run(artifact, python, prompts)
+    return judge(artifact, prompts, _run(artifact, python, prompts), trust_remote_code)
+
+
+def judge(
+    artifact: Artifact, prompts: list[list[int]], report: dict[str, Any], trust_remote_code: bool
+) -> str:
+    """What ``engine_vllm`` reports of ``prompts``, by :func:`check_vllm`'s rule. Raises Failed."""
     engine = report.get("engine", "vllm")
     if report["stage"] != "done":
         if report["stage"] == "run" and report["no_kernel"]:

@@ -54,7 +54,10 @@ class CoverageFacts(BaseModel):
 
 
 class Sidecar(BaseModel):
-    """``files`` maps the weight files of the checkpoint to their SHA-256; the writer fills it in."""
+    """``files`` maps the weight files of the checkpoint to their SHA-256; the writer fills it in.
+
+    Layers are called as transformers has them in memory. ``stored_as`` maps those quantized ones that are stored under
+    another name to that, as the source had them."""
 
     schema_version: Literal[1]
     tool: Tool
@@ -66,6 +69,7 @@ class Sidecar(BaseModel):
     probe: Probe | None = None
     coverage: CoverageFacts
     files: dict[str, str] = {}
+    stored_as: dict[str, str] = {}
 
 
 def read_sidecar(directory: Path) -> Sidecar | None:

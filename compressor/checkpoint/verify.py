@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compressor.checkpoint import file_checks, release, reload, serve, source_checks
-from compressor.checkpoint.artifact import Artifact, formats_of, read_json_config
+from compressor.checkpoint.artifact import Artifact, make_artifact, read_json_config
 from compressor.checkpoint.file_checks import Failed, Skipped
 from compressor.checkpoint.reload import Reload
 from compressor.checkpoint.sidecar import Sidecar, read_sidecar
@@ -121,14 +121,10 @@ def _open(directory: Path) -> tuple[Artifact | None, list[Check]]:
             failed.append(Check(name, False, str(error)))
     if failed:
         return None, failed
-    config, tensors = parts["quantization config"], parts["index"]
     try:
-        formats = formats_of(config["quantization_config"], tensors)
-    except Exception as error:  # third-party JSON of any shape
-        return None, [
-            Check("quantization config", False, f"config.json: its groups cannot be read ({error!r})")
-        ]
-    return Artifact(directory, config, tensors, parts["sidecar"], formats), []
+        return make_artifact(directory, parts["quantization config"], parts["index"], parts["sidecar"]), []
+    except InputRefused as error:
+        return None, [Check("quantization config", False, str(error))]
 
 
 def _not_started() -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from compressor.distillation.losses import forward_kl, softened
 from compressor.distillation.tasks import Batch, TaskName, logit_rows
 from compressor.errors import InputRefused, UsageError
+from compressor.graph.units import towers_of
 
 Axis = Literal["depth", "ffn", "heads"]
 AXES: tuple[Axis, ...] = ("depth", "ffn", "heads")
@@ -111,11 +112,12 @@ class Derived:
 
 
 def stacks_of(model: Any) -> list[Stack]:
-    """The model's stacks: one, or an encoder's and a decoder's."""
+    """The model's stacks that text passes through: one, or an encoder's and a decoder's."""
+    towers = tuple(f"{path}." for path in towers_of(model))
     config = model.config.get_text_config() if not model.config.is_encoder_decoder else model.config
     found: list[Stack] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or path.startswith(towers):
             continue
         if len({type(layer) for layer in module}) != 1 or any(s.path in path for s in found):
             continue

@@ -1,5 +1,6 @@
 """Load models for a task and write students, as transformers does it."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from compressor.distillation.tasks import TaskName
 from compressor.errors import InputRefused
 from compressor.evaluation import transformers_gaps
 from compressor.evaluation.load import quiet
-from compressor.sources.model import Source
+from compressor.graph.inputs import token_inputs
+from compressor.graph.units import towers_of
+from compressor.sources.model import Source, load_tokenizer
 
 _CLASSES: dict[TaskName, Any] = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -44,7 +47,8 @@ def load_model(
     """The model in ``source`` for ``task``, in eval mode on ``device``.
 
     ``arguments`` go to ``from_pretrained`` (dtype, quantization). With ``new_head`` a missing output layer is
-    initialised from ``seed`` for ``classes``; without, it is refused, as is any other missing weight.
+    initialised from ``seed`` for ``classes``; without, it is refused, as is any other missing weight. Vision and audio
+    towers are frozen: text does not pass through them.
     """
     given: dict[str, Any] = {"dtype": torch.float32, **(arguments or {})}
     if new_head:
@@ -57,7 +61,7 @@ def load_model(
     torch.manual_seed(seed)
     try:
         with quiet(), transformers_gaps.filled():
-            model, info = _CLASSES[task].from_pretrained(
+            model, info = _class_of(source, task).from_pretrained(
                 source.path,
                 trust_remote_code=source.trust_remote_code,
                 use_safetensors=True,
@@ -82,11 +86,25 @@ def load_model(
     model.eval()
     if source.quantized:
         # compressed-tensors unpacks the weights at the first forward pass.
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
         with quiet(), torch.inference_mode():
-            model(**inputs)
+            model(**token_inputs(model, torch.zeros(1, 1, dtype=torch.int64, device=device)))
+    for path in towers_of(model):
+        model.get_submodule(path).requires_grad_(False)
     return model
+
+
+def _class_of(source: Source, task: TaskName) -> Any:
+    architecture = (source.config.get("architectures") or [""])[0]
+    if task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
+        return transformers.AutoModelForImageTextToText
+    return _CLASSES[task]
+
+
+def save_processor(source: Source, directory: Path) -> None:
+    """The tokenizer of ``source``, and what prepares images and sound for it, byte for byte."""
+    load_tokenizer(source).save_pretrained(directory)
+    for file in source.path.glob("*processor_config.json"):
+        shutil.copyfile(file, directory / file.name)
 
 
 def save_student(model: Any, directory: Path, state: dict[str, Tensor]) -> None:

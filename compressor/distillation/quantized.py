@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from compressor.checkpoint.artifact import Artifact, formats_of, read_json_config
+from compressor.checkpoint.artifact import Artifact, open_artifact
 from compressor.checkpoint.card import CARD
 from compressor.checkpoint.carried_files import carried_files
 from compressor.checkpoint.compressed_tensors import decode, encode
 from compressor.checkpoint.release import write_release
 from compressor.checkpoint.safetensors_file import write_safetensors
-from compressor.checkpoint.sidecar import SIDECAR, read_sidecar
+from compressor.checkpoint.sidecar import SIDECAR
 from compressor.checkpoint.verify import verify
 from compressor.errors import InputRefused, VerificationFailed
 from compressor.formats import Format
@@ -35,7 +35,7 @@ from compressor.formats.quantize import (
 )
 from compressor.rounding.learned import inside_cells, rounded
 from compressor.sources.model import Source
-from compressor.sources.tensors import INDEX, index_directory, read_tensor
+from compressor.sources.tensors import INDEX, read_tensor
 
 QUANTIZED_LEARNING_RATE = 1e-2
 """Of values, in steps of the grid; scales move a tenth of it, relative to where they begin."""
@@ -84,18 +84,14 @@ class QuantizedStudent:
 
 def open_quantized(source: Source) -> QuantizedStudent:
     """Raises InputRefused unless it is a compressed-tensors checkpoint of formats that have a name here."""
-    config = read_json_config(source.path)
-    tensors = index_directory(source.path)
-    formats = formats_of(config["quantization_config"], tensors)
-    unknown = sorted(layer for layer, fmt in formats.items() if fmt is None)
-    if unknown or not formats:
+    artifact = open_artifact(source.path)
+    unknown = sorted(layer for layer, fmt in artifact.formats.items() if fmt is None)
+    if unknown or not artifact.formats:
         first = unknown[0] if unknown else "it"
         raise InputRefused(
             f"{source.path}: {first} has no quantized format that can be trained: quantize with compressor"
         )
-    return QuantizedStudent(
-        source, Artifact(source.path, config, tensors, read_sidecar(source.path), formats)
-    )
+    return QuantizedStudent(source, artifact)
 
 
 def make_trainable(model: Any, student: QuantizedStudent) -> Any:
@@ -174,7 +170,7 @@ def save_quantized(model: Any, directory: Path, student: QuantizedStudent, note:
     for file in student.source.weight_files:
         entries = {n: e for n, e in student.artifact.tensors.items() if e.file == file}
         digests[file.name] = write_safetensors(
-            directory / file.name, {n: trained.get(n, e) for n, e in entries.items()}
+            directory / file.name, {e.name: trained.get(n, e) for n, e in entries.items()}
         )
     own_card = student.artifact.sidecar is not None  # what it says of the checkpoint is no longer true
     for path in carried_files(source):

@@ -40,7 +40,7 @@ from compressor.distillation.latency import measure_latency
 from compressor.distillation.loop import Point, Progress, Teacher, Training, batches, decoder_start, train
 from compressor.distillation.measure import Measured, better, generator, measured, score, value
 from compressor.distillation.metric_library import compute, load_metrics
-from compressor.distillation.models import load_model, save_student, with_lora
+from compressor.distillation.models import load_model, save_processor, save_student, with_lora
 from compressor.distillation.quantized import (
     QUANTIZED_LEARNING_RATE,
     QuantizedStudent,
@@ -64,6 +64,7 @@ from compressor.distillation.teacher import LiveTeacher, mass_outside, teacher_d
 from compressor.errors import InputRefused, UsageError
 from compressor.evaluation.bootstrap import Estimate
 from compressor.evaluation.prepare import resolve_device, resolve_dtype
+from compressor.graph.inputs import config_reads_speech
 from compressor.recipes import DistillRecipe, Recipe
 from compressor.reports.schema import Distillation
 from compressor.sources.model import Source, load_tokenizer, open_model
@@ -161,6 +162,9 @@ def _open(recipe: Recipe, ref: str, revision: str | None) -> Source:
 
 
 def _task(settings: DistillRecipe, teacher: Source) -> TaskName:
+    if config_reads_speech(teacher.config):
+        (name,) = teacher.config["architectures"]
+        raise InputRefused(f"{teacher.path}: {name} reads speech, and distill trains on text only")
     if settings.task is None:
         return task_of(teacher.config)
     if settings.task not in TASKS:
@@ -467,7 +471,7 @@ def _initial(
         student, derived = derive(teacher, job.request, [make().to(device) for _, make in made], job.task)
         student = student.float()
         save_student(student, directory, student.state_dict())
-        load_tokenizer(job.teacher).save_pretrained(directory)
+        save_processor(job.teacher, directory)
         facts = {
             "request": job.settings.student, "layers": derived.layers, "sizes": derived.sizes,
             "parameters": derived.parameters, "teacher_parameters": derived.teacher_parameters,
@@ -622,7 +626,7 @@ class _Worker:
             # transformers writes the dtype of the parameters into config.json, so they are what is cast.
             student = self._load(open_model(str(best))).to(dtype)
             save_student(student, run.output, student.state_dict())
-            load_tokenizer(self.initial).save_pretrained(run.output)
+            save_processor(self.initial, run.output)
         self.accelerator.wait_for_everyone()
         sources = {"teacher": teacher, "before": self.initial, "after": _reopened(run.output)}
         if control is not None:

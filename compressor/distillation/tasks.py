@@ -158,7 +158,7 @@ def task_of(config: dict[str, Any]) -> TaskName:
             return task  # type: ignore[return-value]
     if config.get("is_encoder_decoder"):
         return "seq2seq"
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         return "causal-lm"
     raise UsageError(
         f"a {architecture or 'model without architecture'} fits no task by itself: name one with --task ({', '.join(TASKS)})"

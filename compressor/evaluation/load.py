@@ -14,6 +14,7 @@ from transformers.models.auto import modeling_auto
 
 from compressor.errors import InputRefused, MachineLimit
 from compressor.evaluation import transformers_gaps
+from compressor.graph.inputs import token_inputs
 
 Task = Literal["causal-lm", "masked-lm", "embedding"]
 
@@ -87,14 +88,6 @@ def load_for_evaluation(
     with quiet(), torch.inference_mode():
         model(**token_inputs(model, torch.zeros(1, 1, dtype=torch.int64, device=device)))
     return model
-
-
-def token_inputs(model: transformers.PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What to call ``model`` with for ``input_ids`` [batch, length]; an encoder-decoder's decoder reads them too."""
-    inputs = {"input_ids": input_ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = input_ids
-    return inputs
 
 
 def _architecture(config: dict[str, Any], path: Path) -> str:

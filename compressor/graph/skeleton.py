@@ -49,6 +49,10 @@ class Skeleton:
         """The dtype that holds most of the stored floating-point values."""
         return _dtype(self.source)
 
+    def stored_name(self, layer: str) -> str:
+        """What the checkpoint calls a layer: transformers loads some under other names."""
+        return self.stored[f"{layer}.weight"].name.removesuffix(".weight")
+
     def read(self, name: str) -> Tensor:
         """The stored value of a parameter, in the parameter's own shape."""
         value = read_tensor(self.stored[name])

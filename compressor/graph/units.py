@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from compressor.errors import InputRefused
 from compressor.graph.experts import Experts, is_stack
+from compressor.graph.inputs import SPEECH, TEXT
 from compressor.graph.skeleton import Skeleton
 
 # kind of unit -> the last name components of the siblings that engines fuse into one matrix
@@ -111,7 +112,8 @@ class ModelGraph:
     ``kept`` maps every other module with a matrix in it, and every matrix that is a parameter of its own, to the
     reason why it is not quantized by default; ``unsupported`` are those among them that hold what is usually worth
     quantizing, in a form that compressor does not quantize. ``embedding`` and ``head`` are the
-    module paths of the input and output embeddings (``head`` is empty for models without one)."""
+    module paths of the input and output embeddings (``head`` is empty for models without one). ``towers`` are the
+    modules beside a language model that other inputs than text pass through: vision and audio encoders, projectors."""
 
     blocks: tuple[str, ...]
     units: tuple[Unit, ...]
@@ -120,6 +122,7 @@ class ModelGraph:
     head: str
     stages: tuple[int, ...] = (0,)
     unsupported: frozenset[str] = field(default_factory=frozenset)
+    towers: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[Linear, ...]:
@@ -130,8 +133,14 @@ class ModelGraph:
 
 
 def discover(skeleton: Skeleton) -> ModelGraph:
-    """Find blocks and units. Raises InputRefused when the model has no stack of blocks with linear layers."""
+    """Find blocks and units. Raises InputRefused when the model has no stack of blocks with linear layers, or reads
+    neither text nor speech."""
     model = skeleton.module
+    if model.main_input_name not in (TEXT, SPEECH):
+        raise InputRefused(
+            f"{skeleton.source.path}: {type(model).__name__} reads {model.main_input_name}, and only models of text or speech "
+            "can be compressed"
+        )
     stacks = _stacks(model)
     blocks = [block for stack in stacks for block in stack]
     if not blocks:
@@ -161,6 +170,7 @@ def discover(skeleton: Skeleton) -> ModelGraph:
 
     embedding = _path_of(model, model.get_input_embeddings())
     head = _path_of(model, model.get_output_embeddings()) if hasattr(model, "get_output_embeddings") else ""
+    towers = towers_of(model)
     inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
         if not name or name.startswith(inside):
@@ -169,10 +179,17 @@ def discover(skeleton: Skeleton) -> ModelGraph:
             kept[name] = "output embedding"
         elif name == embedding or skeleton.ties.get(f"{name}.weight") == f"{embedding}.weight":
             kept[name] = "input embedding"
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            kept[name] = "outside the blocks"
+        else:
+            reason = "outside the language model" if _within(name, towers) else "outside the blocks"
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if leaf == "weight" and isinstance(module, nn.Linear | nn.Embedding):
+                    kept[name] = reason
+                elif sum(size > 1 for size in parameter.shape) > 1:
+                    kept[name if leaf == "weight" else f"{name}.{leaf}"] = reason
     starts = tuple(sum(len(stack) for stack in stacks[:i]) for i in range(len(stacks)))
-    return ModelGraph(tuple(blocks), tuple(units), kept, embedding, head, starts, frozenset(unsupported))
+    return ModelGraph(
+        tuple(blocks), tuple(units), kept, embedding, head, starts, frozenset(unsupported), towers
+    )
 
 
 def _linear(skeleton: Skeleton, name: str, module: nn.Linear) -> Linear:
@@ -202,10 +219,38 @@ def _unknown(module: nn.Module) -> str:
     return f"{type(module).__name__} is not a layer that compressor quantizes"
 
 
+def _language_model(model: PreTrainedModel) -> str:
+    """The path of the language model in a model that takes more than text; empty for one of text alone."""
+    config = model.config
+    if config.is_encoder_decoder or config.get_text_config() is config or not model.get_output_embeddings():
+        return ""
+    return _path_of(model, model.get_decoder())
+
+
+def towers_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """The largest modules beside the language model in a model that takes more than text: see :class:`ModelGraph`."""
+    language = _language_model(model)
+    path = language.split(".") if language else []
+    head = model.get_output_embeddings()
+    found = []
+    for depth, step in enumerate(path):
+        parent = ".".join(path[:depth])
+        for name, child in model.get_submodule(parent).named_children():
+            if name != step and child is not head and any(True for _ in child.parameters()):
+                found.append(f"{parent}.{name}" if parent else name)
+    return tuple(found)
+
+
+def _within(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
 def _stacks(model: PreTrainedModel) -> list[list[str]]:
     """The stacks of blocks in the order of computation: an encoder's and a decoder's, or the only one."""
-    if not getattr(model.config, "is_encoder_decoder", False):
-        return [stack for stack in [_blocks(model)] if stack]
+    if not model.config.is_encoder_decoder:
+        language = _language_model(model)
+        stack = [".".join(filter(None, (language, name))) for name in _blocks(model.get_submodule(language))]
+        return [stack] if stack else []
     found = []
     for part in (model.get_encoder(), model.get_decoder()):
         path = _path_of(model, part)

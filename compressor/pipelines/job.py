@@ -13,6 +13,7 @@ from compressor.errors import InputRefused, MachineLimit, UsageError, Verificati
 from compressor.formats import Format, parse_format
 from compressor.graph import ModelGraph, Skeleton, build_skeleton, discover
 from compressor.graph.assign import uniform_plan
+from compressor.graph.inputs import reads_speech
 from compressor.planning.check import check_plan
 from compressor.plans import Plan, read_plan
 from compressor.recipes import QuantizeRecipe, Recipe
@@ -63,6 +64,10 @@ def prepare(recipe: Recipe) -> Job:
     source = open_recipe_model(recipe)
     skeleton = build_skeleton(source)
     graph = discover(skeleton)
+    if settings.method != "rtn" and reads_speech(skeleton.module):
+        raise InputRefused(
+            f"{source.path}: {type(skeleton.module).__name__} reads speech, and calibration has text only: pass --method rtn"
+        )
     if settings.plan is not None:
         plan = check_plan(settings.plan, read_plan(settings.plan), graph, settings.engine)
     else:
@@ -91,7 +96,7 @@ def prepare(recipe: Recipe) -> Job:
 
     warnings = _fallbacks(plan)
     if gap := transformers_gap(skeleton, graph, plan):
-        warnings.append(f"{gap}: vLLM and compressor itself load the checkpoint, transformers alone does not")
+        warnings.append(f"{gap}: compressor itself loads the checkpoint, transformers alone does not")
     tokens = None
     if rows is not None:
         tokens = tokenize(
@@ -104,6 +109,10 @@ def prepare(recipe: Recipe) -> Job:
             seed=recipe.seed,
         )
         warnings += tokens.report.warnings
+        if graph.towers:
+            warnings.append(
+                f"calibrated on text alone: what {', '.join(graph.towers)} give the language model for images or sound was not seen"
+            )
         _check_length(skeleton, tokens)
     device = choose_device(recipe.device)
     # Half precision is slow on CPUs without matrix units and adds error everywhere: use it on GPUs only.

@@ -85,7 +85,7 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
         sidecar = _sidecar(recipe, job, files, records, probe)
         config = dict(job.source.config)
         config["quantization_config"] = quantization_config(job.plan, job.graph, _stored_as(job))
-        replaced = {job.skeleton.stored[f"{name}.weight"].name for name in job.plan.quantized()}
+        replaced = {f"{job.skeleton.stored_name(name)}.weight" for name in job.plan.quantized()}
         built = writer.finish(job.source, config, sidecar, replaced)
         write_release(built, base_model=recipe.base_model)
         peak = _peak_memory()
@@ -110,10 +110,10 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
 
 
 def _stored_as(job: Job) -> dict[str, str]:
-    """Names of kept layers in the checkpoint, where transformers has other ones."""
-    names = {name: job.skeleton.stored.get(f"{name}.weight") for name in job.plan.kept()}
-    stored = {name: entry.name.removesuffix(".weight") for name, entry in names.items() if entry is not None}
-    return {name: other for name, other in stored.items() if other != name}
+    """Names of layers in the checkpoint, where transformers has other ones."""
+    skeleton = job.skeleton
+    names = [name for name in job.plan.layers if f"{name}.weight" in skeleton.stored]
+    return {name: skeleton.stored_name(name) for name in names if skeleton.stored_name(name) != name}
 
 
 def _round_blocks(
@@ -156,7 +156,7 @@ def _round_blocks(
             if done is not None:
                 tensors = writer.read_block(index)
                 for name, fmt in formats.items():
-                    _install(job, name, decode(name, tensors, fmt))
+                    _install(job, name, decode(skeleton.stored_name(name), tensors, fmt))
                 if stream is not None:
                     advance(stream, block, index, modules)
                 records += done.records
@@ -282,8 +282,7 @@ class _Rounder:
         for layer, result in zip(unit.layers, results, strict=True):
             wide = layer.scale_bytes(job.skeleton.dtype) == 4
             self._stored_in[layer.name] = torch.float32 if wide else scale_dtype(job.skeleton.dtype)
-            self.tensors |= encode(layer.name, result.weight, self._stored_in[layer.name])
-            self.weights[layer.name] = result.weight
+            self._put(layer.name, result.weight)
             computed[layer.name] = result.weight.dequantize(job.skeleton.dtype).to(job.compute_dtype)
             record = {
                 "module": layer.name,
@@ -301,14 +300,17 @@ class _Rounder:
 
     def replace(self, name: str, weight: QuantizedWeight, found: Reconstruction, seconds: float) -> None:
         """Take over a layer's weight from the reconstruction of its block."""
-        self.tensors |= encode(name, weight, self._stored_in[name])
-        self.weights[name] = weight
+        self._put(name, weight)
         for record in self.records:
             if record["module"] == name:
                 record["method"] = "adaround"
                 record["block_error_before"] = found.before
                 record["block_error"] = found.after
                 record["seconds"] = round(record["seconds"] + seconds / len(found.weights), 3)
+
+    def _put(self, name: str, weight: QuantizedWeight) -> None:
+        self.tensors |= encode(self._job.skeleton.stored_name(name), weight, self._stored_in[name])
+        self.weights[name] = weight
 
     def annotate(self, remark: str, prefix: str = "") -> None:
         """Say something about every layer of the block whose name begins with ``prefix``."""
@@ -403,6 +405,7 @@ def _sidecar(
         "layers": [{k: v for k, v in record.items() if k != "seconds"} for record in records],
         "probe": probe,
         "coverage": job.coverage.model_dump(),
+        "stored_as": {name: other for name, other in _stored_as(job).items() if name in job.plan.quantized()},
     }
 
 

@@ -30,6 +30,7 @@ from compressor.errors import InputRefused
 from compressor.formats import Format, fake_quantize_activations
 from compressor.graph import ModelGraph, Skeleton, Unit
 from compressor.graph.experts import all_tokens_seen
+from compressor.graph.inputs import is_causal
 
 Column = tuple[str, str]  # unit name, format name
 
@@ -93,7 +94,7 @@ def scored_positions(skeleton: Skeleton, stream: Stream) -> Tensor:
     """Positions whose prediction is compared, bool [sequences, length]: those that predict a real next token,
     or, in a model that is not causal, every real token."""
     valid = stream.valid
-    if "CausalLM" not in type(skeleton.module).__name__ and "LMHead" not in type(skeleton.module).__name__:
+    if not is_causal(skeleton.module):
         return valid
     scored = torch.zeros_like(valid)
     scored[:, :-1] = valid[:, :-1] & valid[:, 1:]
