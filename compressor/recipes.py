@@ -85,8 +85,8 @@ class AdaRoundRecipe(_Strict):
 
     iterations: Annotated[int, Field(ge=1)] = 100
     batch: Annotated[int, Field(ge=1)] = 8
-    value_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
-    scale_rate: Annotated[float, Field(ge=0, le=0.1)] = 0.001
+    value_rate: Annotated[float, Field(ge=0, le=1)] = 0.003
+    scale_rate: Annotated[float, Field(ge=0, le=0.1)] = 0.006
 
 
 class QuantizeRecipe(_Strict):
