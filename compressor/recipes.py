@@ -94,12 +94,13 @@ class QuantizeRecipe(_Strict):
 
     ``scales`` chooses between searched (mse) and absmax scales for rtn; ``damping`` is GPTQ's, relative
     to the Hessian's mean diagonal; ``min_coverage`` is the share of eligible parameters that must end up
-    quantized, below which the run fails. ``method: auto`` takes the best method that is estimated to fit in
+    quantized, below which the run fails. ``kv_cache: fp8`` adds calibrated scales for keys and values. ``method: auto`` takes the best method that is estimated to fit in
     ``time_budget`` ("10m", "90s", "1.5h", or a number of minutes).
     """
 
     scheme: str = "w4g128"
     plan: Path | None = None
+    kv_cache: Literal["fp8"] | None = None
     method: Method = "gptq"
     scales: Literal["mse", "absmax"] = "mse"
     damping: Annotated[float, Field(gt=0, le=1)] = 0.01

@@ -50,6 +50,14 @@ def quantize(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: also calibrate scales for an FP8 cache of keys and values.",
+            show_default=False,
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -243,6 +251,7 @@ def quantize(
             "device": device,
             "quantize.scheme": scheme,
             "quantize.plan": plan,
+            "quantize.kv_cache": kv_cache,
             "quantize.method": method,
             "quantize.scales": scales,
             "quantize.damping": damping,

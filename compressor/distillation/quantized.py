@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from compressor.checkpoint import kv_cache
 from compressor.checkpoint.artifact import Artifact, formats_of, read_json_config
 from compressor.checkpoint.card import CARD
 from compressor.checkpoint.carried_files import carried_files
@@ -85,6 +86,10 @@ class QuantizedStudent:
 def open_quantized(source: Source) -> QuantizedStudent:
     """Raises InputRefused unless it is a compressed-tensors checkpoint of formats that have a name here."""
     config = read_json_config(source.path)
+    if kv_cache.declared(config):
+        raise InputRefused(
+            f"{source.path}: has scales for a quantized cache, which recovery would outdate: quantize without --kv-cache"
+        )
     tensors = index_directory(source.path)
     formats = formats_of(config["quantization_config"], tensors)
     unknown = sorted(layer for layer, fmt in formats.items() if fmt is None)

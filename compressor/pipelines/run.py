@@ -88,7 +88,7 @@ def run_recipe(
     # Data of the last steps is checked before the first one starts.
     if recipe.evaluate is not None:
         read_rows(recipe.evaluate.data, column=recipe.evaluate.column, split=recipe.evaluate.split)
-    if recipe.quantize.method != "rtn":
+    if recipe.quantize.method != "rtn" or recipe.quantize.kv_cache is not None:
         calibration = recipe.quantize.calibration
         read_rows(calibration.data, column=calibration.column, split=calibration.split)
     if dry_run:
