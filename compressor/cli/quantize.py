@@ -42,6 +42,15 @@ def quantize(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    output_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="compressed-tensors (default), or bitsandbytes with --scheme nf4 (its default) or int8.",
+            show_default=False,
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -249,6 +258,7 @@ def quantize(
             "allow_pickle": allow_pickle or None,
             "seed": seed,
             "device": device,
+            "quantize.format": output_format,
             "quantize.scheme": scheme,
             "quantize.plan": plan,
             "quantize.kv_cache": kv_cache,
@@ -272,6 +282,13 @@ def quantize(
             "verify.engine_python": engine_python,
         },
     )
+    if resolved.quantize.format == "bitsandbytes":
+        from compressor.pipelines.bitsandbytes import write_bitsandbytes
+
+        checks = write_bitsandbytes(resolved, resolved.output, overwrite=overwrite, dry_run=dry_run)
+        if as_json:
+            print(json.dumps({"path": str(resolved.output), "checks": [asdict(c) for c in checks]}, indent=2))
+        return
     if dry_run:
         if resolved.output is not None:
             refuse_existing(resolved.output, overwrite)

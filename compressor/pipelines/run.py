@@ -83,6 +83,10 @@ def run_recipe(
         raise UsageError("output: is needed: name the run directory in the recipe or with --output")
     if from_step is not None and from_step not in _steps_of(recipe):
         raise UsageError(f"--from {from_step}: the steps of this recipe are {', '.join(_steps_of(recipe))}")
+    if recipe.quantize.format != "compressed-tensors":
+        raise UsageError(
+            f"quantize.format: run makes compressed-tensors; use quantize for {recipe.quantize.format}"
+        )
     check_measured(recipe)
     check_mixed(recipe)
     # Data of the last steps is checked before the first one starts.
