@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -94,12 +95,14 @@ class QuantizeRecipe(_Strict):
 
     ``scales`` chooses between searched (mse) and absmax scales for rtn; ``damping`` is GPTQ's, relative
     to the Hessian's mean diagonal; ``min_coverage`` is the share of eligible parameters that must end up
-    quantized, below which the run fails. ``method: auto`` takes the best method that is estimated to fit in
+    quantized, below which the run fails. ``format: bitsandbytes`` is another output, with the schemes nf4 and int8. ``kv_cache: fp8`` adds calibrated scales for keys and values. ``method: auto`` takes the best method that is estimated to fit in
     ``time_budget`` ("10m", "90s", "1.5h", or a number of minutes).
     """
 
+    format: Literal["compressed-tensors", "bitsandbytes"] = "compressed-tensors"
     scheme: str = "w4g128"
     plan: Path | None = None
+    kv_cache: Literal["fp8"] | None = None
     method: Method = "gptq"
     scales: Literal["mse", "absmax"] = "mse"
     damping: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -121,7 +124,11 @@ class QuantizeRecipe(_Strict):
 
     @field_validator("scheme")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("format") == "bitsandbytes":
+            if value not in ("nf4", "int8"):
+                raise ValueError(f"{value}: format bitsandbytes has nf4 and int8")
+            return value
         try:
             return parse_format(value).name
         except UsageError as error:

@@ -646,7 +646,7 @@ def test_the_command(
     printed = capsys.readouterr()
     assert "kept tensors" in printed.out
     assert (
-        "1 of 17 checks failed, first kept tensors: model.norm.weight: differs from the source" in printed.err
+        "1 of 18 checks failed, first kept tensors: model.norm.weight: differs from the source" in printed.err
     )
 
     assert command(monkeypatch, copy / "nothing") == 5

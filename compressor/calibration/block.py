@@ -7,6 +7,7 @@ the next unit that is not yet rounded.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,13 @@ def calibrate_block(
     units: tuple[Unit, ...],
     formats: dict[str, Format],
     round_unit: RoundUnit,
+    last_pass: AbstractContextManager[None] | None = None,
 ) -> None:
     """Round ``units`` of ``block`` with ``round_unit`` and advance the stream to the block's new outputs.
 
     ``formats`` maps layer names to formats, for the activation quantization that later layers see.
-    The returned weights replace those of the block's layers.
+    The returned weights replace those of the block's layers. ``last_pass`` is entered around the pass of all batches
+    in which every layer computes with its rounded weight.
     """
     path = _prefix(units) if units else ""
     modules = {
@@ -97,9 +100,10 @@ def calibrate_block(
                 if len(waiting) == before_pass:
                     break
             measuring = None
-            for number, batch in enumerate(stream.batches):
-                valid = _valid(stream, number)
-                stream.hidden[batch] = run(stream, block, index, number).to(stream.hidden.device)
+            with last_pass or nullcontext():
+                for number, batch in enumerate(stream.batches):
+                    valid = _valid(stream, number)
+                    stream.hidden[batch] = run(stream, block, index, number).to(stream.hidden.device)
             for unit in units:
                 if unit.name in waiting:  # no token reached it: an expert that was never chosen
                     finish(unit)

@@ -98,7 +98,10 @@ def stored_tensors(
 
 
 def quantization_config(
-    plan: Plan, graph: ModelGraph, stored_as: Mapping[str, str] | None = None
+    plan: Plan,
+    graph: ModelGraph,
+    stored_as: Mapping[str, str] | None = None,
+    kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of ``config.json``: one group per format, every layer by its full name.
 
@@ -107,7 +110,8 @@ def quantization_config(
     expressions, where it renames modules. ``ignore`` names all that stays as it is, including a tied
     head, and by the names in ``stored_as`` too where the checkpoint has other ones than transformers. Targets have the
     names in memory alone: transformers goes by these and warns of all others, and vLLM translates them. transformers
-    takes the first group for that of the experts. Only keys that compressed-tensors 0.17 knows are written.
+    takes the first group for that of the experts. ``kv_cache`` is the scheme of keys and values. Only keys that
+    compressed-tensors 0.17 knows are written.
     """
     experts = {layer.name for layer in graph.layers if layer.form == "expert"}
     targets: dict[str, list[str]] = {}
@@ -125,11 +129,11 @@ def quantization_config(
     return {
         "quant_method": "compressed-tensors",
         "version": compressed_tensors.__version__,
-        "format": stored[0] if len(stored) == 1 else "mixed-precision",
+        "format": stored[0] if len(stored) == 1 else "mixed-precision" if stored else "dense",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignore,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": dict(kv_cache) if kv_cache else None,
         "global_compression_ratio": None,
     }
 

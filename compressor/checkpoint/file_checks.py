@@ -4,9 +4,11 @@ Each returns what it found in one line, or raises Failed or Skipped with one.
 """
 
 import json
+import math
 
 import torch
 
+from compressor.checkpoint import kv_cache
 from compressor.checkpoint.artifact import Artifact, group_finder, is_class, is_ignored
 from compressor.checkpoint.compressed_tensors import (
     decode,
@@ -73,7 +75,7 @@ def check_config(artifact: Artifact) -> str:
         if fmt is not None and group.get("format") not in (None, storage_format(fmt)):
             raise Failed(f"config.json: {name} is {fmt}, stored as {group['format']!r}")
         stored.add(group.get("format") or quantization.get("format"))
-    expected = stored.pop() if len(stored) == 1 else "mixed-precision"
+    expected = stored.pop() if len(stored) == 1 else "mixed-precision" if stored else "dense"
     if quantization.get("format") != expected:
         raise Failed(
             f"config.json: format is {quantization.get('format')!r}, its groups make it {expected!r}"
@@ -175,6 +177,32 @@ def check_values(artifact: Artifact) -> str:
         if not bool(torch.isfinite(weight).all()):
             raise Failed(f"{layer}: a code times its scale is not finite")
     return f"{len(artifact.tensors)} tensors"
+
+
+def check_kv_cache(artifact: Artifact) -> str:
+    """Scales of a quantized cache: one of keys and one of values for each planned layer, finite and positive, and declared."""
+    scales = kv_cache.read_scales(artifact.tensors)
+    scheme = artifact.quantization.get("kv_cache_scheme")
+    if not scheme:
+        if scales:
+            raise Failed(f"{next(iter(scales))}: has k_scale, but config.json has no kv_cache_scheme")
+        return "not quantized"
+    wrong = [key for key, value in kv_cache.SCHEME.items() if scheme.get(key, value) != value]
+    if wrong:
+        raise Failed(
+            f"config.json: kv_cache_scheme: {wrong[0]} is {scheme[wrong[0]]!r}, not {kv_cache.SCHEME[wrong[0]]!r}"
+        )
+    if not scales:
+        raise Failed("config.json has a kv_cache_scheme, but no k_scale is stored")
+    for layer, pair in scales.items():
+        for leaf, value in zip(kv_cache.LEAVES, pair, strict=True):
+            if not 0 < value < math.inf:
+                raise Failed(f"{layer}.{leaf}: is {value}, and a scale is positive and finite")
+    planned = artifact.sidecar.kv_cache if artifact.sidecar is not None else None
+    if artifact.sidecar is not None and scales != planned:
+        differing = sorted(set(scales) ^ set(planned or {})) or list(scales)
+        raise Failed(f"{differing[0]}: its scales are not those of compression.json")
+    return f"{len(scales)} attention layers, FP8"
 
 
 def check_fused(artifact: Artifact) -> str:

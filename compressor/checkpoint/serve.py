@@ -71,6 +71,8 @@ def judge(
     """What ``engine_vllm`` reports of ``prompts``, by :func:`check_vllm`'s rule. Raises Failed."""
     engine = report.get("engine", "vllm")
     if report["stage"] != "done":
+        if report["no_kernel"] and "KV cache" in report["error"]:
+            return f"{engine}: not run: this processor cannot cache in FP8 ({report['error']})"
         if report["stage"] == "run" and report["no_kernel"]:
             return f"{engine}: loaded; not run: this processor has no kernel for it ({report['error']})"
         verb = "load" if report["stage"] == "load" else "run"

@@ -54,7 +54,8 @@ class CoverageFacts(BaseModel):
 
 
 class Sidecar(BaseModel):
-    """``files`` maps the weight files of the checkpoint to their SHA-256; the writer fills it in.
+    """``files`` maps the weight files of the checkpoint to their SHA-256; the writer fills it in. ``kv_cache`` maps
+    attention layers to the scales of their keys and values.
 
     Layers are called as transformers has them in memory. ``stored_as`` maps those quantized ones that are stored under
     another name to that, as the source had them."""
@@ -68,6 +69,7 @@ class Sidecar(BaseModel):
     layers: list[dict[str, Any]]
     probe: Probe | None = None
     coverage: CoverageFacts
+    kv_cache: dict[str, tuple[float, float]] | None = None
     files: dict[str, str] = {}
     stored_as: dict[str, str] = {}
 

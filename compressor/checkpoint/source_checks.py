@@ -8,12 +8,14 @@ from functools import cached_property
 
 import torch
 
+from compressor.checkpoint import kv_cache
 from compressor.checkpoint.artifact import Artifact
 from compressor.checkpoint.carried_files import carried_files, carried_name
 from compressor.checkpoint.coverage import coverage
 from compressor.checkpoint.file_checks import Failed, decoded, plan_of
 from compressor.checkpoint.safetensors_file import read_range
 from compressor.graph import ModelGraph, Skeleton, build_skeleton, discover
+from compressor.graph.attention import attention_layers
 from compressor.sources.model import Source
 from compressor.sources.tensors import TensorEntry, file_sha256
 
@@ -70,11 +72,16 @@ def check_completeness(pair: Pair) -> str:
         for leaf in pair.artifact.by_layer[layer]
         if leaf.startswith(("weight", "input_", "output_"))
     }
+    scales: set[str] = set()
+    if kv_cache.declared(pair.artifact.config):
+        layers = attention_layers(pair.skeleton.module)
+        scales = kv_cache.scale_names(kv_cache.stored_path(pair.skeleton, layer) for layer in layers)
     stored = set(pair.artifact.tensors)
-    missing = sorted(kept - stored)
+    missing = sorted((kept | scales) - stored)
     if missing:
-        raise Failed(f"{missing[0]}: in the source, but not in the checkpoint")
-    extra = sorted(stored - kept - quantized)
+        where = "needed by its cache" if missing[0].endswith(kv_cache.LEAVES) else "in the source"
+        raise Failed(f"{missing[0]}: {where}, but not in the checkpoint")
+    extra = sorted(stored - kept - quantized - scales)
     if extra:
         raise Failed(f"{extra[0]}: in the checkpoint, but not in the source")
     ties = len(pair.skeleton.ties)

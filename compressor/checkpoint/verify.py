@@ -84,6 +84,7 @@ _FILE_CHECKS: dict[str, Callable[[Artifact], str]] = {
     "plan": file_checks.check_plan,
     "tensors": file_checks.check_tensors,
     "values": file_checks.check_values,
+    "kv cache": file_checks.check_kv_cache,
     "fused layers": file_checks.check_fused,
     "size": file_checks.check_size,
     "digests": file_checks.check_digests,

@@ -158,6 +158,13 @@ class CheckpointWriter:
             _sync_directory(self._built)
         return self._built
 
+    def build(self) -> Path:
+        """An empty directory for a checkpoint that something else writes, to be published as one from ``finish`` is."""
+        with self._disk():
+            shutil.rmtree(self._built, ignore_errors=True)
+            self._built.mkdir()
+        return self._built
+
     def publish(self) -> None:
         """Put the finished checkpoint at the target. An existing one is replaced, or left as it was if that fails."""
         self._check_target()

@@ -102,6 +102,13 @@ class QuantizedCheckpoint(Section):
     warnings: list[str]
 
 
+class BitsandbytesCheckpoint(Section):
+    """The checkpoint that ``--format bitsandbytes`` wrote and reloaded."""
+
+    path: str
+    checks: list[Check]
+
+
 class Scanned(Sensitivity):
     """The scan at ``path`` without its ``factor``."""
 
@@ -157,6 +164,11 @@ class QuantizeChecked(DryRun):
     estimate: Estimate
 
 
+class BitsandbytesChecked(DryRun):
+    command: Literal["quantize"] = "quantize"
+    format: Literal["bitsandbytes"] = "bitsandbytes"
+
+
 class EvaluateChecked(DryRun):
     command: Literal["evaluate"] = "evaluate"
     task: str
@@ -187,12 +199,13 @@ DOCUMENTS: dict[str, Any] = {
     "verify": Verified,
     "gate": Gated,
     "plan": Planned,
-    "quantize": QuantizedCheckpoint,
+    "quantize": QuantizedCheckpoint | BitsandbytesCheckpoint,
     "distill-cache": CacheFilled,
     "dry-run": RunChecked
     | DistillChecked
     | ScanChecked
     | QuantizeChecked
+    | BitsandbytesChecked
     | EvaluateChecked
     | DiagnoseChecked,
 }

@@ -40,10 +40,27 @@ def quantize(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    output_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="compressed-tensors (default), or bitsandbytes with --scheme nf4 (its default) or int8.",
+            show_default=False,
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
             help="plan.yaml with a format for every layer, instead of --scheme.",
+            show_default=False,
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: also calibrate scales for an FP8 cache of keys and values.",
             show_default=False,
             rich_help_panel=_WHAT,
         ),
@@ -248,8 +265,10 @@ def quantize(
             "allow_pickle": allow_pickle or None,
             "seed": seed,
             "device": device,
+            "quantize.format": output_format,
             "quantize.scheme": scheme,
             "quantize.plan": plan,
+            "quantize.kv_cache": kv_cache,
             "quantize.method": method,
             "quantize.scales": scales,
             "quantize.damping": damping,
@@ -270,6 +289,20 @@ def quantize(
             "verify.engine_python": engine_python,
         },
     )
+    if resolved.quantize.format == "bitsandbytes":
+        from compressor.pipelines.bitsandbytes import write_bitsandbytes
+
+        checks = write_bitsandbytes(resolved, resolved.output, overwrite=overwrite, dry_run=dry_run)
+        if as_json:
+            from compressor.cli.documents import BitsandbytesChecked, BitsandbytesCheckpoint, print_document
+            from compressor.reports.schema import Check
+
+            print_document(
+                BitsandbytesChecked()
+                if dry_run
+                else BitsandbytesCheckpoint(path=str(resolved.output), checks=[Check.of(c) for c in checks])
+            )
+        return
     if dry_run:
         if resolved.output is not None:
             refuse_existing(resolved.output, overwrite)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from compressor.checkpoint import kv_cache
 from compressor.checkpoint.artifact import Artifact, open_artifact
 from compressor.checkpoint.card import CARD
 from compressor.checkpoint.carried_files import carried_files
@@ -85,6 +86,10 @@ class QuantizedStudent:
 def open_quantized(source: Source) -> QuantizedStudent:
     """Raises InputRefused unless it is a compressed-tensors checkpoint of formats that have a name here."""
     artifact = open_artifact(source.path)
+    if kv_cache.declared(artifact.config):
+        raise InputRefused(
+            f"{source.path}: has scales for a quantized cache, which recovery would outdate: quantize without --kv-cache"
+        )
     unknown = sorted(layer for layer, fmt in artifact.formats.items() if fmt is None)
     if unknown or not artifact.formats:
         first = unknown[0] if unknown else "it"

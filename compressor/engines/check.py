@@ -49,10 +49,20 @@ class Form:
 
 
 @dataclass(frozen=True)
+class CacheRow:
+    """An FP8 cache of keys and values works for heads of a multiple of ``head_size``, on a GPU of at least
+    ``capability``."""
+
+    head_size: int = 1
+    capability: int = 0
+
+
+@dataclass(frozen=True)
 class Engine:
     rows: tuple[Row, ...]
     refusals: tuple[Refusal, ...] = ()
     forms: tuple[Form, ...] = ()
+    fp8_cache: CacheRow = CacheRow()
 
 
 @dataclass(frozen=True)
@@ -88,9 +98,12 @@ ENGINES: dict[str, Engine] = {
             Refusal(ODD_BITS, "2, 3, 5, 6 and 7 bits have no kernel but Humming (vllm-cuda-humming)", "w4"),
         ),
         forms=_VLLM_FORMS,
+        fp8_cache=CacheRow(capability=89),
     ),
     # The same where the humming-kernels package is installed and trusted.
-    "vllm-cuda-humming": Engine(rows=(*_VLLM_CUDA, Row(ODD_BITS, capability=75)), forms=_VLLM_FORMS),
+    "vllm-cuda-humming": Engine(
+        rows=(*_VLLM_CUDA, Row(ODD_BITS, capability=75)), forms=_VLLM_FORMS, fp8_cache=CacheRow(capability=89)
+    ),
     "vllm-cpu": Engine(
         rows=(
             Row(INT4, inputs=32, outputs=32),  # CPUWNA16
@@ -110,6 +123,7 @@ ENGINES: dict[str, Engine] = {
                 "experts have a CPU kernel for INT4 in groups and for INT8 inputs only, on processors with AMX",
             ),
         ),
+        fp8_cache=CacheRow(head_size=32),  # and x86 with AVX-512 or AMX, which vLLM checks when it starts
     ),
     # Decompressed to dense weights on the first forward pass, so any shape and width will do.
     "transformers": Engine(
@@ -169,6 +183,24 @@ def check(
                 Problem(layer.name, f"{layer.out_features} outputs, and {row.outputs} must divide them", None)
             )
     return problems
+
+
+def check_fp8_cache(
+    engine: str, head_sizes: Iterable[tuple[str, int]], *, capability: int | None = None
+) -> Problem | None:
+    """The first of the layers (name, size of its heads) whose keys and values ``engine`` cannot cache in FP8."""
+    row = ENGINES[engine].fp8_cache
+    for layer, size in head_sizes:
+        if capability is not None and capability < row.capability:
+            need = f"an FP8 cache needs compute capability {row.capability / 10}"
+            return Problem(layer, f"{need}, and the GPU has {capability / 10}", None)
+        if size % row.head_size:
+            return Problem(
+                layer,
+                f"its heads have {size} values, and {row.head_size} must divide them for an FP8 cache",
+                None,
+            )
+    return None
 
 
 def check_name(engine: str | None) -> None:

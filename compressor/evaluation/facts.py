@@ -21,6 +21,7 @@ _AUXILIARY = tuple(
     for owner in ("weight", "input", "output", "q", "k", "v")
     for kind in ("_scale", "_scale_inv", "_zero_point", "_global_scale", "_g_idx", "_shape")
 )
+_BITSANDBYTES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
 _PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "datasets", "numpy")
 
 
@@ -87,7 +88,10 @@ def parameter_count(tensors: dict[str, TensorEntry]) -> int:
     """Weights of the model behind ``tensors``: packed ones count unpacked, scales and index buffers do not count."""
     count = 0
     for name, entry in tensors.items():
-        if name.endswith(_AUXILIARY):
+        if name.endswith(_AUXILIARY) or name.endswith(_BITSANDBYTES):
+            continue
+        if f"{name}.quant_state.bitsandbytes__nf4" in tensors:
+            count += 2 * entry.numel  # two values a byte
             continue
         if name.endswith(".weight_packed"):
             shape = tensors.get(name.removesuffix("_packed") + "_shape")

@@ -12,6 +12,7 @@ import transformers
 from loguru import logger as loguru_logger
 from transformers.models.auto import modeling_auto
 
+from compressor.checkpoint import kv_cache
 from compressor.errors import InputRefused, MachineLimit
 from compressor.evaluation import transformers_gaps
 from compressor.graph.inputs import token_inputs
@@ -40,14 +41,20 @@ def task_of(config: dict[str, Any], path: Path) -> Task:
 
 
 def load_for_evaluation(
-    path: Path, *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    simulate_cache: bool = True,
 ) -> transformers.PreTrainedModel:
     """The model in ``path``, of the class its config names, ready to be scored.
 
     It takes transformers' default loading path. A compressed-tensors checkpoint is decompressed here by
     a first forward pass of one token, and keeps quantizing activations where its scheme says so;
     ``dequantize=True`` is not used, as transformers 5.24 decodes mixed checkpoints wrongly with it.
-    ``dtype`` is float32, bfloat16, float16 or auto (that of the config).
+    ``dtype`` is float32, bfloat16, float16 or auto (that of the config). A quantized cache of keys and values, where the
+    checkpoint declares one, is simulated unless ``simulate_cache`` is off.
 
     Raises InputRefused when the checkpoint cannot be loaded or lacks a weight of the model (transformers
     would fill it with random numbers), MachineLimit when memory does not suffice.
@@ -85,6 +92,8 @@ def load_for_evaluation(
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False  # nothing is generated, so keys and values are not kept
     model.eval()
+    if simulate_cache and kv_cache.declared(config.to_dict()):
+        kv_cache.simulate_cache(model, path)
     with quiet(), torch.inference_mode():
         model(**token_inputs(model, torch.zeros(1, 1, dtype=torch.int64, device=device)))
     return model

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from compressor.checkpoint import kv_cache
 from compressor.evaluation.bootstrap import CONFIDENCE
 from compressor.evaluation.continuations import Generation, continuations
 from compressor.evaluation.embedding import evaluate_embeddings
@@ -91,6 +92,11 @@ def evaluate_checkpoint(preparation: Preparation) -> EvaluationResult:
             device=preparation.device,
         )
     notes = []
+    if kv_cache.declared(preparation.compressed.config):
+        notes.append(
+            "keys and values went through a simulated FP8 cache with the checkpoint's scales; serve it with: "
+            f"vllm serve {preparation.compressed.ref} --kv-cache-dtype fp8"
+        )
     if preparation.task != "embedding" and "perplexity" not in metrics:
         notes.append("perplexity overflows and is left out: see the negative log-likelihood")
     if len(tokens.input_ids) < _FEW:

@@ -55,7 +55,10 @@ def serve(connection: Connection, path: Path, task: Task, device: str, dtype: st
     """Load the model, then answer ``infer``, ``memory`` and ``leak`` until the other end closes."""
     try:
         torch.set_num_threads(threads)
-        model = load_for_evaluation(path, dtype=dtype, device=device, trust_remote_code=trust)
+        # A simulated cache would be timed for what it is not: a slower one.
+        model = load_for_evaluation(
+            path, dtype=dtype, device=device, trust_remote_code=trust, simulate_cache=False
+        )
         run = inference(model, task, workload)
         reset_peak(torch.device(device))
         engine = f"transformers {transformers.__version__}"

@@ -7,6 +7,8 @@ from compressor.formats.quantize import (
     dequantize,
     fake_quantize,
     fake_quantize_activations,
+    fake_quantize_kv,
+    kv_scale,
     mse_scale,
     quantize,
 )
@@ -20,7 +22,9 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "fake_quantize_activations",
+    "fake_quantize_kv",
     "fitting",
+    "kv_scale",
     "mse_scale",
     "parse_format",
     "quantize",

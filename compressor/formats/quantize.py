@@ -148,3 +148,14 @@ def fake_quantize_activations(x: Tensor, fmt: Format) -> Tensor:
     else:
         codes = (values / scale).round_().clamp_(-128, 127)
     return (codes * scale).to(x.dtype)
+
+
+def kv_scale(largest: Tensor) -> Tensor:
+    """The fp32 scale of an FP8 cache whose keys or values are at most ``largest`` in magnitude: largest / 448."""
+    return storable(largest / FP8_MAX, torch.float32)
+
+
+def fake_quantize_kv(x: Tensor, scale: float) -> Tensor:
+    """Keys or values as they come back from an FP8 cache: E4M3 codes of x / scale, clamped to ±448, times ``scale``."""
+    codes = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    return (codes * scale).to(x.dtype)

@@ -107,7 +107,7 @@ def resolve_method(job: Job, recipe: Recipe, begun: dict[str, Any] | None = None
         f"auto: {chosen.method}{detail}, about {costs[at] / 60:.1f} of {settings.time_budget:g} minutes; "
         f"gptq about {costs[-2] / 60:.1f}"
     )
-    if chosen.method == "rtn":
+    if chosen.method == "rtn" and chosen.kv_cache is None:
         job = replace(job, tokens=None)
     return job, recipe.model_copy(update={"quantize": chosen})
 

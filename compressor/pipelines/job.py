@@ -4,15 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from compressor.checkpoint.coverage import coverage
 from compressor.checkpoint.serve import engine_interpreter
 from compressor.checkpoint.sidecar import CoverageFacts
 from compressor.engines import check as check_engine
+from compressor.engines import check_fp8_cache
 from compressor.errors import InputRefused, MachineLimit, UsageError, VerificationFailed
 from compressor.formats import Format, parse_format
 from compressor.graph import ModelGraph, Skeleton, build_skeleton, discover
 from compressor.graph.assign import uniform_plan
+from compressor.graph.attention import attention_layers, latent
 from compressor.graph.inputs import reads_speech
 from compressor.planning.check import check_plan
 from compressor.plans import Plan, read_plan
@@ -23,7 +26,7 @@ from compressor.sources.text import Rows, TokenSet, read_rows, tokenize
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that is known before the first block is read. ``tokens`` is None for rtn."""
+    """Everything that is known before the first block is read. ``tokens`` is None where nothing is calibrated."""
 
     source: Source
     skeleton: Skeleton
@@ -58,7 +61,7 @@ def prepare(recipe: Recipe) -> Job:
     if recipe.verify.engine == "vllm":
         engine_interpreter(recipe.verify.engine_python)
     rows: Rows | None = None
-    if settings.method != "rtn":
+    if settings.method != "rtn" or settings.kv_cache is not None:
         data = settings.calibration
         rows = read_rows(data.data, column=data.column, split=data.split)
     source = open_recipe_model(recipe)
@@ -79,12 +82,14 @@ def prepare(recipe: Recipe) -> Job:
             include=settings.include,
             strict=settings.strict,
         )
-    if not plan.quantized():
+    if not plan.quantized() and settings.kv_cache is None:
         raise UsageError(
             f"{recipe.model}: the plan quantizes no layer: change the scheme, the plan or --ignore"
         )
     _check_engine(settings, graph, plan)
     _check_forms(recipe, skeleton, graph, plan)
+    if settings.kv_cache is not None:
+        _check_cache(settings, skeleton, graph)
 
     covered = coverage(skeleton, graph, plan.quantized(), {n: a.reason for n, a in plan.kept().items()})
     if covered.ratio < settings.min_coverage:
@@ -146,6 +151,37 @@ def _check_engine(settings: QuantizeRecipe, graph: ModelGraph, plan: Plan) -> No
         raise InputRefused(
             f"{settings.engine} cannot load {len(problems)} of the planned layers, first {first.layer}: {first.reason}{offer}"
         )
+
+
+def _check_cache(settings: QuantizeRecipe, skeleton: Skeleton, graph: ModelGraph) -> None:
+    """Refuse --kv-cache where there is no cache, or none of keys and values by themselves."""
+    kind = type(skeleton.module).__name__
+    inside = tuple(f"{block}." for block in graph.blocks)
+    layers = {n: m for n, m in attention_layers(skeleton.module).items() if n.startswith(inside)}
+    if skeleton.config.is_encoder_decoder or not kind.endswith(("ForCausalLM", "LMHeadModel")):
+        raise InputRefused(
+            f"{skeleton.source.path}: --kv-cache is for decoders that generate text, and this is {kind}: leave it out"
+        )
+    if not layers:
+        raise InputRefused(
+            f"{skeleton.source.path}: {kind} has no attention layer that caches keys and values: leave --kv-cache out"
+        )
+    for name, layer in layers.items():
+        if latent(layer):
+            raise InputRefused(
+                f"{name}: it caches a latent that keys and values are made from (MLA), which scales of keys and values "
+                "do not describe: leave --kv-cache out"
+            )
+    if settings.engine is not None:
+        problem = check_fp8_cache(settings.engine, [(n, _head_size(skeleton, m)) for n, m in layers.items()])
+        if problem is not None:
+            raise InputRefused(f"{settings.engine}: {problem.layer}: {problem.reason}: leave --kv-cache out")
+
+
+def _head_size(skeleton: Skeleton, layer: nn.Module) -> int:
+    config = skeleton.config.get_text_config()
+    own = next((getattr(layer, a) for a in ("head_dim", "head_size") if hasattr(layer, a)), None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _check_forms(recipe: Recipe, skeleton: Skeleton, graph: ModelGraph, plan: Plan) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import resource
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ from torch import Tensor, nn
 
 from compressor import __version__
 from compressor.calibration.block import calibrate_block
+from compressor.calibration.kv_cache import KeyValueRange
 from compressor.calibration.stream import Stream, advance, enter_block, open_stream, outputs
+from compressor.checkpoint import kv_cache
 from compressor.checkpoint.compressed_tensors import decode, encode, quantization_config, scale_dtype
 from compressor.checkpoint.release import write_release
 from compressor.checkpoint.signature import check_key, sign
 from compressor.checkpoint.verify import Check, verify
 from compressor.checkpoint.writer import CheckpointWriter, begun_with, refuse_source
 from compressor.console import note, steps, warn
-from compressor.errors import UsageError, VerificationFailed
-from compressor.formats import QuantizedWeight
+from compressor.errors import InputRefused, UsageError, VerificationFailed
+from compressor.formats import QuantizedWeight, fake_quantize_kv
 from compressor.graph import Linear, Unit, load, set_weight, unload
+from compressor.graph.attention import attention_layers, intercepted, shared_from
 from compressor.graph.experts import Experts
 from compressor.pipelines.estimate import resolve_method
 from compressor.pipelines.job import Job, estimated_disk_bytes, prepare, refuse_existing
@@ -81,10 +85,12 @@ def quantize(recipe: Recipe, target: Path | None, *, overwrite: bool = False) ->
     fingerprint = _fingerprint(recipe, job, files)
     with CheckpointWriter(target, fingerprint, overwrite) as writer:
         writer.require_space(estimated_disk_bytes(job))
-        records, probe = _round_blocks(recipe, job, writer)
-        sidecar = _sidecar(recipe, job, files, records, probe)
+        records, probe, scales = _round_blocks(recipe, job, writer)
+        sidecar = _sidecar(recipe, job, files, records, probe, scales)
         config = dict(job.source.config)
-        config["quantization_config"] = quantization_config(job.plan, job.graph, _stored_as(job))
+        config["quantization_config"] = quantization_config(
+            job.plan, job.graph, _stored_as(job), kv_cache.SCHEME if scales else None
+        )
         replaced = {f"{job.skeleton.stored_name(name)}.weight" for name in job.plan.quantized()}
         built = writer.finish(job.source, config, sidecar, replaced)
         write_release(built, base_model=recipe.base_model)
@@ -118,8 +124,8 @@ def _stored_as(job: Job) -> dict[str, str]:
 
 def _round_blocks(
     recipe: Recipe, job: Job, writer: CheckpointWriter
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Round every block, journalling each; returns the layer records and the probe."""
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None, dict[str, tuple[float, float]]]:
+    """Round every block, journalling each; returns the layer records, the probe, and the scales of a quantized cache."""
     skeleton, graph, device, dtype = job.skeleton, job.graph, job.device, job.compute_dtype
     stream: Stream | None = None
     if job.tokens is not None:
@@ -140,6 +146,7 @@ def _round_blocks(
 
     records: list[dict[str, Any]] = []
     extras = _outside_units(job)
+    cache = _Cache(job, stream) if recipe.quantize.kv_cache and stream is not None else None
     with steps("quantizing", len(graph.blocks) + bool(extras)) as progress:
         for index, path in enumerate(graph.blocks):
             for passing in (stream, reference, probe):
@@ -157,35 +164,87 @@ def _round_blocks(
                 tensors = writer.read_block(index)
                 for name, fmt in formats.items():
                     _install(job, name, decode(skeleton.stored_name(name), tensors, fmt))
+                if cache is not None:
+                    cache.read(path, tensors)
                 if stream is not None:
                     advance(stream, block, index, modules)
                 records += done.records
             else:
                 rounder = _Rounder(recipe.quantize, job)
+                watch = cache.recorded if cache is not None else nullcontext
                 if stream is not None and reference is not None:
                     inputs = stream.hidden.clone()
-                    calibrate_block(stream, block, index, units, formats, rounder)
+                    calibrate_block(stream, block, index, units, formats, rounder, watch())
                     if _reconstruct(recipe, job, rounder, originals, block, index, reference, inputs):
                         stream.hidden = inputs
-                        advance(stream, block, index, modules)
+                        with watch():
+                            advance(stream, block, index, modules)
                     _list_unchosen(rounder, block, path)
-                elif stream is not None:
-                    calibrate_block(stream, block, index, units, formats, rounder)
+                elif stream is not None and recipe.quantize.method != "rtn":
+                    calibrate_block(stream, block, index, units, formats, rounder, watch())
                     _list_unchosen(rounder, block, path)
                 else:
                     for unit in (part for whole in units for part in whole.by_input):
                         rounder(unit, None, 0)
                         for name, weight in rounder.weights.items():
                             _install(job, name, weight)
-                writer.write_block(index, rounder.tensors, rounder.records)
+                    if stream is not None:
+                        with watch():
+                            advance(stream, block, index, modules)
+                found = cache.write(path) if cache is not None else {}
+                writer.write_block(index, rounder.tensors | found, rounder.records)
                 records += rounder.records
-            advance(probe, block, index, modules)
+            with cache.simulated(path) if cache is not None else nullcontext():
+                advance(probe, block, index, modules)
             unload(block)
             progress.advance(path)
         if extras:
             records += _round_outside(recipe, job, writer, extras)
             progress.advance("outside the blocks")
-    return records, _probe(job, probe, skip=bool(extras))
+    scales = {} if cache is None else cache.scales
+    return records, _probe(job, probe, skip=bool(extras)), scales
+
+
+class _Cache:
+    """Scales of a quantized cache, block by block; ``scales`` are by the names of layers in the checkpoint."""
+
+    def __init__(self, job: Job, stream: Stream) -> None:
+        self._layers = attention_layers(job.skeleton.module)
+        self._stored = {name: kv_cache.stored_path(job.skeleton, name) for name in self._layers}
+        self._range = KeyValueRange(stream, self._layers)
+        self.recorded = self._range.recorded
+        self.scales: dict[str, tuple[float, float]] = {}
+
+    def _of(self, block: str) -> list[str]:
+        return [name for name in self._layers if name.startswith(f"{block}.")]
+
+    def read(self, block: str, tensors: dict[str, Tensor]) -> None:
+        """Take over what a finished block's file holds."""
+        for name in map(self._stored.__getitem__, self._of(block)):
+            of_keys, of_values = (float(tensors[f"{name}.{leaf}"]) for leaf in kv_cache.LEAVES)
+            self.scales[name] = of_keys, of_values
+
+    def write(self, block: str) -> dict[str, Tensor]:
+        """The tensors of the block that was recorded last. Raises InputRefused for a layer that cached nothing."""
+        found = self._range.scales()
+        tensors: dict[str, Tensor] = {}
+        for name in self._of(block):
+            source = shared_from(self._layers, name)
+            scales = found.get(name) if source is None else self.scales.get(self._stored[source])
+            if scales is None:
+                raise InputRefused(f"{name}: no keys and values entered its cache: leave --kv-cache out")
+            self.scales[self._stored[name]] = scales
+            tensors |= kv_cache.scale_tensors(self._stored[name], scales)
+        return tensors
+
+    def simulated(self, block: str) -> AbstractContextManager[None]:
+        """Inside, the block attends to what the quantized cache would give back."""
+
+        def through_cache(name: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            of_keys, of_values = self.scales[self._stored[name]]
+            return fake_quantize_kv(keys, of_keys), fake_quantize_kv(values, of_values)
+
+        return intercepted({name: self._layers[name] for name in self._of(block)}, through_cache)
 
 
 def _list_unchosen(rounder: "_Rounder", block: nn.Module, path: str) -> None:
@@ -383,6 +442,7 @@ def _sidecar(
     files: dict[str, str],
     records: list[dict[str, Any]],
     probe: dict[str, Any] | None,
+    scales: dict[str, tuple[float, float]],
 ) -> dict[str, Any]:
     """``compression.json``: all that made this checkpoint, and nothing that differs between two equal runs."""
     settings = recipe.quantize.model_dump(mode="json")
@@ -406,6 +466,7 @@ def _sidecar(
         "probe": probe,
         "coverage": job.coverage.model_dump(),
         "stored_as": {name: other for name, other in _stored_as(job).items() if name in job.plan.quantized()},
+        **({"kv_cache": scales} if scales else {}),
     }
 
 

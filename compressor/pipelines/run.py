@@ -89,6 +89,10 @@ def run_recipe(
         raise UsageError("output: is needed: name the run directory in the recipe or with --output")
     if from_step is not None and from_step not in steps_of(recipe):
         raise UsageError(f"--from {from_step}: the steps of this recipe are {', '.join(steps_of(recipe))}")
+    if recipe.quantize.format != "compressed-tensors":
+        raise UsageError(
+            f"quantize.format: run makes compressed-tensors; use quantize for {recipe.quantize.format}"
+        )
     check_measured(recipe)
     check_mixed(recipe)
     if recipe.signing_key is not None:
@@ -96,7 +100,7 @@ def run_recipe(
     # Data of the last steps is checked before the first one starts.
     if recipe.evaluate is not None:
         read_rows(recipe.evaluate.data, column=recipe.evaluate.column, split=recipe.evaluate.split)
-    if recipe.quantize.method != "rtn":
+    if recipe.quantize.method != "rtn" or recipe.quantize.kv_cache is not None:
         calibration = recipe.quantize.calibration
         read_rows(calibration.data, column=calibration.column, split=calibration.split)
     _check_evaluation(recipe)
