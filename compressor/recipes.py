@@ -90,16 +90,21 @@ class AdaRoundRecipe(_Strict):
     scale_rate: Annotated[float, Field(ge=0, le=0.1)] = 0.006
 
 
+# What the outputs other than compressed-tensors can be quantized to.
+_OTHER_SCHEMES = {"bitsandbytes": ("nf4", "int8"), "onnx": ("int8",)}
+
+
 class QuantizeRecipe(_Strict):
     """How to quantize: one ``scheme`` for every layer, or a ``plan`` file.
 
     ``scales`` chooses between searched (mse) and absmax scales for rtn; ``damping`` is GPTQ's, relative
     to the Hessian's mean diagonal; ``min_coverage`` is the share of eligible parameters that must end up
-    quantized, below which the run fails. ``format: bitsandbytes`` is another output, with the schemes nf4 and int8. ``kv_cache: fp8`` adds calibrated scales for keys and values. ``method: auto`` takes the best method that is estimated to fit in
-    ``time_budget`` ("10m", "90s", "1.5h", or a number of minutes).
+    quantized, below which the run fails. ``format`` is another output: bitsandbytes with the schemes nf4 and int8, onnx with
+    int8. ``kv_cache: fp8`` adds calibrated scales for keys and values. ``method: auto`` takes the best method that is
+    estimated to fit in ``time_budget`` ("10m", "90s", "1.5h", or a number of minutes).
     """
 
-    format: Literal["compressed-tensors", "bitsandbytes"] = "compressed-tensors"
+    format: Literal["compressed-tensors", "bitsandbytes", "onnx"] = "compressed-tensors"
     scheme: str = "w4g128"
     plan: Path | None = None
     kv_cache: Literal["fp8"] | None = None
@@ -122,12 +127,23 @@ class QuantizeRecipe(_Strict):
             raise ValueError("method auto and time_budget belong together")
         return self
 
+    @field_validator("format", mode="before")
+    @classmethod
+    def _written(cls, value: Any) -> Any:
+        if value == "gguf":
+            raise ValueError(
+                "compressor writes no gguf: run llama.cpp's convert_hf_to_gguf.py on the original model, then its llama-quantize"
+            )
+        return value
+
     @field_validator("scheme")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("format") == "bitsandbytes":
-            if value not in ("nf4", "int8"):
-                raise ValueError(f"{value}: format bitsandbytes has nf4 and int8")
+        chosen = info.data.get("format")
+        if chosen in _OTHER_SCHEMES:
+            schemes = _OTHER_SCHEMES[chosen]
+            if value not in schemes:
+                raise ValueError(f"{value}: format {chosen} has {' and '.join(schemes)}")
             return value
         try:
             return parse_format(value).name

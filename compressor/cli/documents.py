@@ -102,8 +102,8 @@ class QuantizedCheckpoint(Section):
     warnings: list[str]
 
 
-class BitsandbytesCheckpoint(Section):
-    """The checkpoint that ``--format bitsandbytes`` wrote and reloaded."""
+class OtherCheckpoint(Section):
+    """The checkpoint that ``--format bitsandbytes`` or ``onnx`` wrote and verified."""
 
     path: str
     checks: list[Check]
@@ -164,9 +164,9 @@ class QuantizeChecked(DryRun):
     estimate: Estimate
 
 
-class BitsandbytesChecked(DryRun):
+class OtherChecked(DryRun):
     command: Literal["quantize"] = "quantize"
-    format: Literal["bitsandbytes"] = "bitsandbytes"
+    format: Literal["bitsandbytes", "onnx"]
 
 
 class EvaluateChecked(DryRun):
@@ -199,13 +199,13 @@ DOCUMENTS: dict[str, Any] = {
     "verify": Verified,
     "gate": Gated,
     "plan": Planned,
-    "quantize": QuantizedCheckpoint | BitsandbytesCheckpoint,
+    "quantize": QuantizedCheckpoint | OtherCheckpoint,
     "distill-cache": CacheFilled,
     "dry-run": RunChecked
     | DistillChecked
     | ScanChecked
     | QuantizeChecked
-    | BitsandbytesChecked
+    | OtherChecked
     | EvaluateChecked
     | DiagnoseChecked,
 }

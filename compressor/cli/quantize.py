@@ -11,6 +11,7 @@ from compressor.console import note, out
 if TYPE_CHECKING:  # torch is only imported once a command runs, so that help is instant
     from compressor.pipelines.estimate import Estimate
     from compressor.pipelines.job import Job
+    from compressor.recipes import Recipe
 
 _WHAT, _HOW, _DATA, _RUN, _MODEL = "What to quantize", "Rounding", "Calibration data", "Run", "Model"
 
@@ -44,7 +45,7 @@ def quantize(
         str | None,
         typer.Option(
             "--format",
-            help="compressed-tensors (default), or bitsandbytes with --scheme nf4 (its default) or int8.",
+            help="compressed-tensors (default), bitsandbytes with --scheme nf4 (its default) or int8, or onnx (int8).",
             show_default=False,
             rich_help_panel=_WHAT,
         ),
@@ -289,19 +290,8 @@ def quantize(
             "verify.engine_python": engine_python,
         },
     )
-    if resolved.quantize.format == "bitsandbytes":
-        from compressor.pipelines.bitsandbytes import write_bitsandbytes
-
-        checks = write_bitsandbytes(resolved, resolved.output, overwrite=overwrite, dry_run=dry_run)
-        if as_json:
-            from compressor.cli.documents import BitsandbytesChecked, BitsandbytesCheckpoint, print_document
-            from compressor.reports.schema import Check
-
-            print_document(
-                BitsandbytesChecked()
-                if dry_run
-                else BitsandbytesCheckpoint(path=str(resolved.output), checks=[Check.of(c) for c in checks])
-            )
+    if resolved.quantize.format != "compressed-tensors":
+        _write_other(resolved, overwrite, dry_run, as_json)
         return
     if dry_run:
         if resolved.output is not None:
@@ -336,6 +326,25 @@ def quantize(
         markup=False,
         highlight=False,
     )
+
+
+def _write_other(recipe: "Recipe", overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    name = recipe.quantize.format
+    assert name != "compressed-tensors"
+    if name == "onnx":
+        from compressor.pipelines.onnx import write_onnx as write
+    else:
+        from compressor.pipelines.bitsandbytes import write_bitsandbytes as write
+    checks = write(recipe, recipe.output, overwrite=overwrite, dry_run=dry_run)
+    if as_json:
+        from compressor.cli.documents import OtherChecked, OtherCheckpoint, print_document
+        from compressor.reports.schema import Check
+
+        print_document(
+            OtherChecked(format=name)
+            if dry_run
+            else OtherCheckpoint(path=str(recipe.output), checks=[Check.of(check) for check in checks])
+        )
 
 
 def _show_estimate(job: "Job", cost: "Estimate", as_json: bool) -> None:

@@ -7,9 +7,7 @@ other weight is bit for bit the original's, and the reloaded model answers as th
 
 import logging
 import math
-import shutil
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,16 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compressor.checkpoint.carried_files import carried_files, carried_name
 from compressor.checkpoint.verify import Check
-from compressor.checkpoint.writer import CheckpointWriter, refuse_source
+from compressor.checkpoint.writer import CheckpointWriter
 from compressor.console import note
-from compressor.errors import InputRefused, MachineLimit, UsageError, VerificationFailed
+from compressor.errors import InputRefused, UsageError
 from compressor.evaluation.load import quiet, token_inputs
 from compressor.formats import DENSE, parse_format
 from compressor.graph import build_skeleton, discover
 from compressor.graph.assign import uniform_plan
-from compressor.pipelines.job import choose_device, open_recipe_model, refuse_existing
+from compressor.pipelines.job import choose_device
+from compressor.pipelines.other_format import carry_files, open_for, publish_checked
 from compressor.recipes import Recipe
 
 _BLOCK = 64  # weights that share a scale in NF4
@@ -42,22 +40,16 @@ def write_bitsandbytes(recipe: Recipe, target: Path | None, *, overwrite: bool, 
     layers that it has no form for, VerificationFailed when the reloaded model is another.
     """
     settings = recipe.quantize
-    for name in sorted(settings.model_fields_set - _EXPRESSED):
-        raise UsageError(f"{name}: --format bitsandbytes cannot express it: leave it out")
-    if recipe.verify.engine == "vllm":
-        raise UsageError("--verify-engine vllm: stock vLLM does not load bitsandbytes: leave it out")
-    if recipe.signing_key is not None:
-        raise UsageError("signing_key: --format bitsandbytes writes no release files to sign: leave it out")
     scheme = settings.scheme if "scheme" in settings.model_fields_set else "nf4"
-    if find_spec("bitsandbytes") is None:
-        raise MachineLimit("--format bitsandbytes needs bitsandbytes: pip install 'compressor[bnb]'")
-    if target is None and not dry_run:
-        raise UsageError("output: is needed: name the directory to write with --output")
-    if target is not None:
-        refuse_existing(target, overwrite)
-    source = open_recipe_model(recipe)
-    if target is not None:
-        refuse_source(target, source)
+    source = open_for(
+        recipe,
+        target,
+        expressed=_EXPRESSED,
+        packages=("bitsandbytes",),
+        extra="bnb",
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
     skeleton = build_skeleton(source)
     graph = discover(skeleton)
     other = next((layer for layer in graph.layers if layer.form != "linear"), None)
@@ -103,21 +95,13 @@ def write_bitsandbytes(recipe: Recipe, target: Path | None, *, overwrite: bool, 
             model.save_pretrained(built)
         before = _answer(model)  # not earlier: on a CPU, a forward pass packs the weights in another way
         del model
-        for path in carried_files(source.path):
-            copy = built / carried_name(path)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / path, copy)
+        carry_files(source, built)
         note("verifying")
         with quiet():
             again = model_class.from_pretrained(built, dtype=skeleton.dtype, device_map={"": device})
         originals = {name: skeleton.read(name) for name in skeleton.stored}
         checks = _checks(again, planned, originals, before, _FARTHEST[scheme])
-        failed = [check for check in checks if not check.passed]
-        if failed:
-            raise VerificationFailed(
-                f"{target}: not written: {failed[0].name}: {failed[0].detail} (rejected files: {writer.reject()})"
-            )
-        writer.publish()
+        publish_checked(writer, checks)
     note(
         f"{target}: {len(planned)} layers as {scheme}, {DENSE.name} elsewhere, {time.monotonic() - start:.0f} s"
     )
